@@ -35,7 +35,7 @@ class Embeddings:
     tokens: Array | PackedLinear
     types: Array | None = None  # (types, features), like `positions` in the type of the computation
     positions: Array | None = None  # (max_length, features), the first token type's vector added
-    scale: float = 1.0  # of the tokens' vectors
+    scale: Any = 1.0  # of the tokens' vectors, in the type in which gradients are multiplied
     padding: int | None = None  # the id of tokens that have the first position, and that no other counts
 
     def __call__(self, tokens: Ints, positions: Ints, types: Ints | None, dtype: np.dtype[Any]) -> Array:
@@ -66,7 +66,7 @@ class Embeddings:
             n = len(table) if isinstance(table, np.ndarray) else table.out_features
             gradients.add(table, grad.embedding(dout, rows, n))
 
-        add(self.tokens, tokens, dx if self.scale == 1 else dx * lane_dtype(dx.dtype).type(self.scale))
+        add(self.tokens, tokens, dx if self.scale == 1 else dx * self.scale)
         if self.positions is not None:
             add(self.positions, self._counted(tokens, positions))
         if self.types is not None:

@@ -164,12 +164,9 @@ def nomic(source: Source) -> Encoder:
         if names.gate is not None:
             config.refuse(moe_every_n_layers=0)
             inner = -(-inner // _MULTIPLE) * _MULTIPLE
-        if config.get("qkv_proj_bias", bool, True):
-            biased |= {*names.qkv, names.attended}
-        if config.get("mlp_fc1_bias", bool, True):
-            biased |= {names.inner, names.gate}
-        if config.get("mlp_fc2_bias", bool, True):
-            biased |= {names.outer}
+        maps = {"qkv_proj": (*names.qkv, names.attended), "mlp_fc1": (names.inner, names.gate)}
+        for part, own in {**maps, "mlp_fc2": (names.outer,)}.items():
+            biased |= {*own} if config.get(f"{part}_bias", bool, True) else set()
     config.refuse(head_dim=config.divided(keys.hidden, keys.heads))
     blocks = Blocks.of(
         source,

@@ -108,12 +108,12 @@ def read_encoder(
         added = None if kinds is None else f"{names.types}.weight"
         places = table(names.positions, positions, max(first - 1, 0), added)
         tokens = source.table(Rows(f"{names.tokens}.weight", (vocab, features)))
-        by_distance = None if biases is None else biases()
+        by_distance, scale = None if biases is None else biases(), precision.dtype.type(token_scale)
         found = {
             **_fields(blocks, len(own), program),
             "text": Text(source.folder, most or longest, vocab, other=source.tokenizer),
             "max_length": most,
-            "embeddings": Embeddings(tokens, kinds, places, token_scale, first - 1 if first else None),
+            "embeddings": Embeddings(tokens, kinds, places, scale, first - 1 if first else None),
             "sequence_rules": SequenceRules(all_windows, causal, rotary, by_distance, inputs),
             "sentences": sentences,
         }
@@ -202,7 +202,7 @@ def read_decoder(
             key_heads=held or (KeyHeads(0, blocks.head_dim, None),),
             states=tuple(tuple(block.mixer.kinds(precision.dtype)) for block in each if block.mixer),
             max_length=max_length,
-            embeddings=Embeddings(own, None, table, token_scale),
+            embeddings=Embeddings(own, None, table, precision.lane.type(token_scale)),
             layer_embeddings=of_layers.embeddings,
             frequencies=rotary,
             windows=all_windows,
