@@ -141,7 +141,7 @@ def clip(source: Source) -> TwoTowers:
             "model_type": model_type,
             "vision": tower,
             "text_head": TextHead(projection, end, end_id, pad_id),
-            "images": Images.of(source.folder, size, kind.images),
+            "images": None if source.is_planning else Images.of(source.folder, size, kind.images),
             "scale": source.table(Rows("logit_scale", () if is_clip else (1,))),
             "shift": None if is_clip else source.table(Rows("logit_bias", (1,))),
         }
