@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from importlib.util import find_spec
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from fastattn import models
 from fastattn._args.errors import named, naming
 from fastattn._args.options import SamplingOptions
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, lane_dtype
 from fastattn._args.values import short
 from fastattn._regular_files import replaced
-from fastattn.models._encode_calls import with_bar
+from fastattn.models import Piece
+from fastattn.models._encode_calls import model_of, with_bar
 from fastattn.models._files import require
 from fastattn.models._hub import place_of
-from fastattn.models._routes import model_of
 from fastattn.models._sampling import Sampling
 from fastattn.models._text import require_whole
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-    from typing import BinaryIO
-
-    from fastattn._args.types import Array
-    from fastattn.models import Piece
 
 # Options that are arguments of `load`, and of `encode`; what the others say does not change a vector.
 _LOADED = ("dtype", "weights_dtype", "activations")

@@ -7,17 +7,14 @@ this order, as in ggml.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.coded import Bits, Integers, Layout, Parts
 from fastattn._args.packed import FP4, IQ4
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fastattn._args.types import Array
+from fastattn._args.types import Array
 
 _FLOAT16, _BYTE, _SIGNED = "<f2", "u1", "i1"
 _E2M1 = np.concatenate((FP4[8:], -FP4[8:]))  # the sign is the highest bit of a code

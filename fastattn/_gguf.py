@@ -10,18 +10,15 @@ from __future__ import annotations
 import math
 import os
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from fastattn._args.types import Array, Shape
 from fastattn._args.values import short
 from fastattn._formats import FORMATS, Format
 from fastattn._regular_files import OpenFile
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from fastattn._args.types import Array, Shape
 
 MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9  # types of values; the others are numbers

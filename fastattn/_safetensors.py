@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_type
+from fastattn._args.types import Array, Shape
 from fastattn._args.values import short
 from fastattn._regular_files import OpenFile, replaced
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from fastattn._args.types import Array, Shape
-
-    AnyPath = str | os.PathLike[str]
+AnyPath = str | os.PathLike[str]
 
 # As the format calls types, and NumPy; the last ones with ml_dtypes.
 _TYPES = {

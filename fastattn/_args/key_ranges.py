@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fastattn._args.types import Array, Bools, Ints, Shape
 
-if TYPE_CHECKING:
-    Range = tuple[Ints | None, Ints | None]
+Range = tuple[Ints | None, Ints | None]
 
 # Larger than any sequence, and small enough that adding a position, which is below 2**53, fits in int64.
 UNBOUNDED = 2**60

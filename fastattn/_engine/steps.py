@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from fastattn._engine.slots import Slots
     from fastattn._engine.tape import Tape
 
-    # The present value of each buffer: an array for `PLAIN`, else a `Value`; and what `AttendStep`s
-    # give to later ones.
-    Values = MutableMapping[str, Any]
+# The present value of each buffer: an array for `PLAIN`, else a `Value`; and what `AttendStep`s give to later
+# ones.
+Values = MutableMapping[str, Any]
 
 # The caller's buffers: where a program reads its rows, where it writes its result, and `Sequences.inputs`.
 X, OUT, INPUTS = "x", "out", "inputs"

@@ -489,7 +489,7 @@ class Tape:
         for args, *_ in calls:
             if args.lse is None:
                 args.lse = np.empty(args.out.shape[:-1], lane_dtype(args.q.dtype))
-            args.dropout, args.seed = self.attention_dropout()  # each its own seed: heads count from 0 in each
+            args.dropout, args.seed = self.attention_dropout()  # a seed each: heads count from 0
             dispatch.run(args)
 
         def back(dout: Array, owned: bool) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastattn._args.packed import PackedLinear
 from fastattn._args.types import Array
 from fastattn._engine.memory import recycled_empty
 
-if TYPE_CHECKING:
-    from fastattn._args.packed import PackedLinear
-
-    Parameter = Array | PackedLinear
+Parameter = Array | PackedLinear
 
 
 class Value:

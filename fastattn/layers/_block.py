@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fastattn._engine.steps import Step
     from fastattn.layers._mixers import Mixer
 
-    Window = tuple[int, int] | None
+Window = tuple[int, int] | None
 
 
 class Norm(NamedTuple):

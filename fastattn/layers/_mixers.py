@@ -11,21 +11,20 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from fastattn import grad, ops
 from fastattn._args.types import Activation, Array, Ints, Shape, lane_dtype
 from fastattn._engine.program import Program, build
-from fastattn._engine.steps import OUT, Sequences, Step, X
+from fastattn._engine.steps import OUT, Sequences, Step, Values, X
 from fastattn.functional._differentiable import Steps, differentiable
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from fastattn._engine.steps import Values
     from fastattn._engine.tape import Tape
 
-    Sizes = tuple[int, ...]  # batch and length of a call; or the tokens, of sequences end to end
-    Carried = Sequence[dict[str, Any]]  # arguments for states, of the convolution and of the recurrence
-    Kind = tuple[Shape, np.dtype[Any]]
+Sizes = tuple[int, ...]  # batch and length of a call; or the tokens, of sequences end to end
+Carried = Sequence[dict[str, Any]]  # arguments for states, of the convolution and of the recurrence
+Kind = tuple[Shape, np.dtype[Any]]
 
 
 @differentiable("x", "weight", "bias")

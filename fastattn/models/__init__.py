@@ -9,10 +9,11 @@ from fastattn.models._classify import CrossEncoder
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError
-from fastattn.models._generation import Piece, Score, message_of
+from fastattn.models._generation import Piece, message_of
 from fastattn.models._load import MODEL_TYPES, load
 from fastattn.models._multi_vector import MultiVectorEncoder
 from fastattn.models._save import save
+from fastattn.models._scores import Score
 from fastattn.models._search import Nearest, nearest
 from fastattn.models._session import Session
 from fastattn.models._sparse import SparseEncoder

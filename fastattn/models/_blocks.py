@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from fastattn._args.ops import integer_activations
+from fastattn._args.packed import PackedLinear
 from fastattn._args.types import ACTIVATIONS as OURS
-from fastattn._args.types import Activation
+from fastattn._args.types import Activation, Array, Rounding, Shape
 from fastattn._engine.experts import Bounds, Experts, Shared
-from fastattn.layers._block import Block, Norm, Projection
-from fastattn.models._parameters import OF_FILE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Rounding, Shape
-    from fastattn.layers._block import Window
-    from fastattn.layers._mixers import Mixer
-    from fastattn.models._source import Source
+from fastattn.layers._block import Block, Norm, Projection, Window
+from fastattn.layers._mixers import Mixer
+from fastattn.models._source import Rows, Source
 
 # Names of activations in config.json, and in `fastattn.ops`.
 ACTIVATIONS: dict[str, Activation] = {
@@ -95,14 +86,14 @@ def projection(source: Source, weight: PackedLinear, bias: Array | None) -> Proj
     return Projection(weight, bias, source.precision.rounding(weight))
 
 
-class Mixing(Protocol):
-    """Sizes and names of a family's mixers."""
+def linear(source: Source, name: str, out: int, features: int, biased: bool = False) -> Projection:
+    """The linear map `name`."""
+    bias = source.vector(Rows(f"{name}.bias", (out,))) if biased else None
+    return projection(source, source.pack([Rows(f"{name}.weight", (out, features))]), bias)
 
-    def shapes(self, hidden: int) -> dict[str, Shape]:
-        """The shape of every tensor of a mixer and its maps, by its name in the block."""
 
-    def read(self, source: Source, prefix: str) -> tuple[Projection, Mixer, Projection]:
-        """The map in, the mixer, and the map out, of the block with this prefix."""
+# A family's mixers: of a source, a prefix and the features of a row, the map in, the mixer, and the map out.
+Mixing = Callable[[Source, str, int], tuple[Projection, Mixer, Projection]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +141,9 @@ class Blocks:
         `others` are fields that it says in another way; by default all maps have a bias.
         """
         config = source.config
+        usual = Keys()
+        for own, name in zip(keys[:4], usual[:4], strict=True):
+            config.refuse_others(**{name: own})
 
         def said(read: Callable[..., Any], key: str | None, *how: Any, default: Any) -> Any:
             if key is None:
@@ -169,43 +163,27 @@ class Blocks:
         found = {name: others.pop(name) if name in others else size() for name, size in sizes.items()}
         return cls(source, names, **found, heads_kv=others.pop("heads_kv", found["heads"]), **others)
 
-    def shapes(self) -> dict[str, Shape]:
-        """The shape of every tensor of every block, by its name."""
+    def sizes(self, routed: bool) -> dict[str, tuple[int, int]]:
+        """Features that the maps of a block make and take, by their names; `routed`: of one with experts."""
         names, q, kv = self.names, self.heads * self.head_dim, self.heads_kv * self.head_dim
         first = q * (2 if self.gated else 1)
-        rows = zip(names.qkv, (first, kv, kv) if len(names.qkv) == 3 else (first + 2 * kv,), strict=True)
-        attention = self._map_shapes({name: (size, self.hidden) for name, size in rows})
-        attention |= self._map_shapes({names.attended: (self.hidden, q)})
-        normed = (q, kv) if names.norms_of_all else (self.head_dim, self.head_dim)
-        parts = ("weight", "bias") if names.head_norm == "layer_norm" else ("weight",)
-        for name, n in zip(names.head_norms or (), normed, strict=False):
-            attention |= {f"{name}.{part}": (n,) for part in parts}
-        if names.sinks is not None:
-            attention[names.sinks] = (self.heads,)
-        mixing = {} if self.mixing is None else self.mixing.shapes(self.hidden)
-        shapes: dict[str, Shape] = {}
-        for name in (names.attention_norm, names.inner_norm, names.second_norm, *(names.post_norms or ())):
-            if name is not None:
-                shapes |= self.norm_shapes(name)
-        prefixes = [names.prefix.format(i) for i in range(self.num_layers)]
-        forward = {routed: self._forward_shapes(routed) for routed in (False, True)}
-        every: dict[str, Shape] = {}
-        for i, prefix in enumerate(prefixes):
-            own = (mixing if i in self.mixed else attention) | forward[self._has_experts(i)] | shapes
-            every |= {prefix + name: shape for name, shape in own.items()}
-        if prefixes and not names.first_norm and names.attention_norm is not None:
-            for name in self.norm_shapes(prefixes[0] + names.attention_norm):
-                del every[name]
-        return every
-
-    def _map_shapes(self, maps: Mapping[str, tuple[int, int]]) -> dict[str, Shape]:
-        """The shapes of the tensors of maps of these (out, in) features."""
-        shapes: dict[str, Shape] = {}
-        for name, shape in maps.items():
-            shapes[f"{name}.weight"] = shape[::-1] if self.names.is_transposed(name) else shape
-            if name in self.biased:
-                shapes[f"{name}.bias"] = shape[:1]
-        return shapes
+        rows = (first, kv, kv) if len(names.qkv) == 3 else (first + 2 * kv,)
+        found = {name: (n, self.hidden) for name, n in zip(names.qkv, rows, strict=True)}
+        found[names.attended] = self.hidden, q
+        inner = dict.fromkeys(self._feed_forwards(routed), self.inner)
+        if routed and names.router is not None:
+            found[names.router] = self.experts, self.hidden
+        if names.shared is not None:
+            share, prefix = names.shared
+            inner[prefix] = self.shared
+            if share is not None:
+                found[share] = 1, self.hidden
+        for prefix, features in inner.items():
+            for name in (names.gate, names.inner):
+                if name is not None:
+                    found[f"{prefix}{name}"] = features * (2 if names.gate == names.inner else 1), self.hidden
+            found[f"{prefix}{names.outer}"] = self.hidden, features
+        return found
 
     def _has_experts(self, i: int) -> bool:
         """Tell whether block i has experts in the place of a feed-forward."""
@@ -215,49 +193,17 @@ class Blocks:
         """The prefixes of the names of each feed-forward of a block: one, or those of experts."""
         return [self.names.experts.format(i) for i in range(self.experts)] if routed else [""]
 
-    def _forward_shapes(self, routed: bool) -> dict[str, Shape]:
-        """The shapes of the tensors of a block's feed-forward, or of its experts."""
-        names = self.names
-        maps: dict[str, tuple[int, int]] = {}
-        inner = dict.fromkeys(self._feed_forwards(routed), self.inner)
-        if routed and names.router is not None:
-            maps[names.router] = (self.experts, self.hidden)
-        if names.shared is not None:
-            share, prefix = names.shared
-            inner[prefix] = self.shared
-            if share is not None:
-                maps[share] = (1, self.hidden)
-        for prefix, features in inner.items():
-            for name in (names.gate, names.inner):
-                if name is not None:
-                    size = features * (2 if names.gate == names.inner else 1)
-                    maps[f"{prefix}{name}"] = (size, self.hidden)
-            maps[f"{prefix}{names.outer}"] = (self.hidden, features)
-        added: dict[str, Shape] = {}
-        if routed and names.experts_bias is not None:
-            added = {names.experts_bias: (self.hidden,)}
-        return self._map_shapes(maps) | added
+    def norm(self, name: str, scale: float = 1.0, features: int | None = None) -> Norm:
+        """The norm `name`, which may stand outside of the blocks, of other `features`.
 
-    def norm_shapes(self, name: str, features: int | None = None) -> dict[str, Shape]:
-        """The tensors of the norm `name`, which may stand outside of the blocks, of other `features`."""
-        biased = self.names.norm == "layer_norm" and self.names.norm_bias
-        parts = ("weight", "bias") if biased else ("weight",)
-        return {f"{name}.{part}": (features or self.hidden,) for part in parts}
-
-    def norm(self, name: str, scale: float = 1.0) -> Norm:
-        """The norm `name`, whose result is times `scale`."""
-        offset = self.names.norm_offset
-        weight, *bias = (
-            self.source.vector(part, offset=0.0 if part.endswith(".bias") else offset, scale=scale)
-            for part in self.norm_shapes(name)
-        )
-        return Norm(self.names.norm, weight, bias[0] if bias else None, self.eps)
-
-    def map(self, name: str) -> Projection:
-        """The linear map `name`, with a bias, which stands outside of the blocks."""
-        source = self.source
-        weight = source.pack([f"{name}.weight"], transposed=self.names.transposed)
-        return projection(source, weight, source.vector(f"{name}.bias"))
+        Its result is times `scale`.
+        """
+        names, shape = self.names, (features or self.hidden,)
+        weight = self.source.vector(Rows(f"{name}.weight", shape), offset=names.norm_offset, scale=scale)
+        bias = None
+        if names.norm == "layer_norm" and names.norm_bias:
+            bias = self.source.vector(Rows(f"{name}.bias", shape), scale=scale)
+        return Norm(names.norm, weight, bias, self.eps)
 
     def read(
         self,
@@ -266,12 +212,6 @@ class Blocks:
         rotations: Sequence[int | None] | None = None,
     ) -> list[Block]:
         """The blocks, each with its scale of scores, by default ``head_dim**-0.5``, window and rotation."""
-        precision, widest = self.source.precision, max(self.hidden, self.inner, self.heads * self.head_dim)
-        widest = max(widest, self.shared)
-        if self.mixing is not None:
-            widest = max(widest, *(shape[-1] for shape in self.mixing.shapes(self.hidden).values()))
-        if precision.weights != OF_FILE:
-            integer_activations(precision.activations, precision.weights, widest)
         scales = scales or [self.head_dim**-0.5] * self.num_layers
         windows = windows or [None] * self.num_layers
         rotations = rotations or [None] * self.num_layers
@@ -280,17 +220,21 @@ class Blocks:
     def _block(self, i: int, scale: float, window: Window, rotation: int | None) -> Block:
         names, source, precision = self.names, self.source, self.source.precision
         prefix, routed = names.prefix.format(i), self._has_experts(i)
+        sizes = self.sizes(routed)
 
-        def packed(*parts: str, gate: str | None = None) -> PackedLinear:
-            maps = [[f"{prefix}{part}.weight" for part in parts]]
-            if gate is not None:
-                maps.append([f"{prefix}{gate}.weight"])
-            return source.pack(*maps, transposed=names.is_transposed(parts[0]))
+        def weight(part: str) -> Rows:
+            shape = sizes[part][::-1] if names.is_transposed(part) else sizes[part]
+            return Rows(f"{prefix}{part}.weight", shape)
+
+        def packed(*parts: str, gate: str | None = None, stored: str | None = None) -> PackedLinear:
+            maps = [[weight(part) for part in parts], *([] if gate is None else [[weight(gate)]])]
+            return source.pack(*maps, transposed=names.is_transposed(parts[0]), stored=stored)
+
+        def bias_of(part: str) -> Rows:
+            return Rows(f"{prefix}{part}.bias", sizes[part][:1])
 
         def bias(*parts: str, shape: Shape | None = None) -> Array | None:
-            if parts[0] not in self.biased:
-                return None
-            return source.vector(*(f"{prefix}{part}.bias" for part in parts), shape=shape)
+            return source.vector(*map(bias_of, parts), shape=shape) if parts[0] in self.biased else None
 
         def linear(*parts: str) -> Projection:
             return projection(source, packed(*parts), bias(*parts))
@@ -298,15 +242,13 @@ class Blocks:
         def gated() -> Projection:
             first, *others = names.qkv
             d, end = self.head_dim, 2 * self.heads * self.head_dim
-            parts = [(first, begin, d) for begin in range(0, end, 2 * d)]
-            parts += [(name, 0, self.heads_kv * d) for name in others]
-            parts += [(first, begin, d) for begin in range(d, end, 2 * d)]
 
-            def rows(kind: str) -> list[tuple[str, int, int]]:
-                return [(f"{prefix}{name}.{kind}", begin, n) for name, begin, n in parts]
+            def rows(of: Callable[[str], Rows]) -> list[Rows]:
+                heads = [[of(first).part(at, d) for at in range(begin, end, 2 * d)] for begin in (0, d)]
+                return [*heads[0], *map(of, others), *heads[1]]
 
-            bias = source.vector(*rows("bias")) if first in self.biased else None
-            return projection(source, source.pack(rows("weight")), bias)
+            bias = source.vector(*rows(bias_of)) if first in self.biased else None
+            return projection(source, source.pack(rows(weight)), bias)
 
         def inner() -> Projection:
             first, both = first_map(""), None
@@ -315,7 +257,7 @@ class Blocks:
             elif names.gate != names.inner:
                 both = bias(names.gate, names.inner, shape=(2, self.inner))
             elif names.inner in self.biased:
-                up, gate = source.halves(f"{prefix}{names.inner}.bias", names.gate_first)
+                up, gate = bias_of(names.inner).halves(names.gate_first)
                 both = source.vector(*gate, *up, shape=(2, self.inner))
             return projection(source, first, both)
 
@@ -327,27 +269,29 @@ class Blocks:
             if names.gate is None:
                 return packed(f"{part}{names.inner}")
             if names.gate == names.inner:
-                return source.pack(*source.halves(f"{prefix}{part}{names.inner}.weight", names.gate_first))
+                return source.pack(*weight(f"{part}{names.inner}").halves(names.gate_first))
             return packed(f"{part}{names.inner}", gate=f"{part}{names.gate}")
 
         def experts() -> Experts:
             assert names.router is not None
             parts = self._feed_forwards(True)
-            lane = "float64" if precision.dtype == np.float64 else "float32"
-            router = source.pack([f"{prefix}{names.router}.weight"], stored=lane)
+            lane = precision.lane.name
+            router = packed(names.router, stored=lane)
             outer = [f"{part}{names.outer}" for part in parts]
             if self.limit is None:
                 maps, shared = (tuple(map(first_map, parts)), tuple(map(packed, outer))), None
                 if names.shared is not None:
                     share, part = names.shared
-                    weight = None if share is None else source.pack([f"{prefix}{share}.weight"], stored=lane)
-                    shared = Shared(weight, first_map(part), packed(f"{part}{names.outer}"))
+                    own = None if share is None else packed(share, stored=lane)
+                    shared = Shared(own, first_map(part), packed(f"{part}{names.outer}"))
                 how = self.chosen, self.normalised, rounding([*maps, shared[1:] if shared else ()])
-                added = None if names.experts_bias is None else source.vector(f"{prefix}{names.experts_bias}")
+                added = None
+                if names.experts_bias is not None:
+                    added = source.vector(Rows(f"{prefix}{names.experts_bias}", (self.hidden,)))
                 return Experts(router, maps, *how, shared=shared, added=added)
             # A product cannot keep gate and up within bounds: both are one plain map.
-            own = dict.fromkeys(name for name in (names.gate, names.inner) if name is not None)
-            inner = [[f"{part}{name}" for name in own] for part in parts]
+            both = dict.fromkeys(name for name in (names.gate, names.inner) if name is not None)
+            inner = [[f"{part}{name}" for name in both] for part in parts]
             first = tuple(packed(*each) for each in inner)
             biases = tuple(bias(*each) for each in inner), tuple(map(bias, outer))
             bounds = Bounds(self.limit, names.gate == names.inner)
@@ -358,36 +302,30 @@ class Blocks:
         def norm(name: str | None) -> Norm | None:
             return None if name is None else self.norm(prefix + name)
 
-        def head_norms() -> list[tuple[Array, Array | None]]:
-            if names.head_norms is None:
-                return []
-            each = [f"{prefix}{name}.weight" for name in names.head_norms]
-            if names.norms_of_all:
-                biases = [f"{prefix}{name}.bias" for name in names.head_norms]
-                has_bias = names.head_norm == "layer_norm"
-                return [
-                    (
-                        source.vector(name, shape=(1, *source.shape(name)), offset=names.norm_offset),
-                        source.vector(bias) if has_bias else None,
-                    )
-                    for name, bias in zip(each, biases, strict=True)
-                ]
-            counts = zip(each, (self.heads, self.heads_kv), strict=False)
-            both = [name for name, count in counts for _ in range(count)]
-            shape = self.heads + self.heads_kv, self.head_dim
-            return [(source.vector(*both, shape=shape, offset=names.norm_offset), None)]
+        def post_norms(attended: str, inner: str) -> tuple[Norm, Norm]:
+            return self.norm(prefix + attended), self.norm(prefix + inner)
 
-        def post_norms() -> tuple[Norm, Norm] | None:
-            if names.post_norms is None:
-                return None
-            attention, inner = (self.norm(prefix + name) for name in names.post_norms)
-            return attention, inner
+        def head_norms() -> Iterator[Norm]:
+            counts, d, offset = (self.heads, self.heads_kv), self.head_dim, names.norm_offset
+            pairs = list(zip(names.head_norms or (), counts, strict=False))
+            if names.norms_of_all:
+                for name, count in pairs:
+                    rows = Rows(f"{prefix}{name}.weight", (count * d,))
+                    weight, bias = source.vector(rows, shape=(1, count * d), offset=offset), None
+                    if names.head_norm == "layer_norm":
+                        bias = source.vector(Rows(f"{prefix}{name}.bias", (count * d,)))
+                    yield Norm(names.head_norm, weight, bias, self.eps)
+            elif pairs:
+                each = [Rows(f"{prefix}{name}.weight", (d,)) for name, n in pairs for _ in range(n)]
+                weight = source.vector(*each, shape=(sum(counts), d), offset=offset)
+                yield Norm(names.head_norm, weight, None, self.eps)
 
         if self.mixing is not None and i in self.mixed:
-            first, mixer, second = self.mixing.read(source, prefix)
+            first, mixer, second = self.mixing(source, prefix, self.hidden)
         else:
             first, mixer = gated() if self.gated else linear(*names.qkv), None
             second = linear(names.attended)
+        sinks = None if mixer or names.sinks is None else Rows(f"{prefix}{names.sinks}", (self.heads,))
         return Block(
             norm_first=names.norm_first,
             attention_norm=norm(names.attention_norm) if i or names.first_norm else None,
@@ -401,17 +339,15 @@ class Blocks:
             inner=experts() if routed else inner(),
             activation=self.activation,
             outer=None if routed else linear(names.outer),
-            head_norms=()
-            if mixer
-            else tuple(Norm(names.head_norm, *each, self.eps) for each in head_norms()),
+            head_norms=() if mixer else tuple(head_norms()),
             window=window,
             rotation=rotation,
             bias=self.bias,
-            post_norms=post_norms(),
+            post_norms=post_norms(*names.post_norms) if names.post_norms else None,
             second_norm=norm(names.second_norm),
             softcap=self.softcap,
             query_rotation=self.query_rotation,
-            sinks=None if mixer or names.sinks is None else source.vector(f"{prefix}{names.sinks}"),
+            sinks=None if sinks is None else source.vector(sinks),
             mixer=mixer,
             gated=self.gated,
         )

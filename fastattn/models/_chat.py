@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import version
 from itertools import takewhile, tee
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,20 +16,14 @@ from fastattn._args.errors import wrong_type
 from fastattn._args.values import short
 from fastattn.models import _gguf_tokenizer
 from fastattn.models._files import Config, ModelError, is_gguf, read_bytes, tokenizer_config
+from fastattn.models._text import Text
 from fastattn.models._tokenizers import transformer_settings
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
-    from fastattn.models._text import Text
-
-    Texts = tuple[str, ...]
+Texts = tuple[str, ...]
 
 _ROLES = {1: ("user",), 2: ("query", "document")}
 _PROBES = (("alpha", "bravo"), ("charlie", "bravo"), ("alpha", "foxtrot"))
 _FILLERS = ("0", "1 2 3 4")  # of no common token
-_FORMATS = {name: name for name in ("flat", "structured", "auto")}
 # Signs of a template that takes contents as lists of parts, as sentence-transformers guesses it.
 _STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "item.type", "message.content[")
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -65,7 +60,7 @@ class ChatTemplate:
             return None
         message = settings.inner("modality_config", {}).inner("message", {})
         message.refuse(method="forward", method_output_name="logits")
-        style = message.choice("format", _FORMATS, "auto")
+        style = message.one_of("format", ("flat", "structured", "auto"), "auto")
         values = dict(settings.inner("processing_kwargs", {}).get("chat_template", dict, {}))
         restore = bool(values.pop("restore_suffix", True))
         if wrong := sorted(_ARGUMENTS & values.keys()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,26 +11,20 @@ import numpy as np
 from fastattn import ops
 from fastattn._args.errors import named
 from fastattn._args.options import require_options
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, Ints, lane_dtype
 from fastattn._args.values import flag, integer, short
 from fastattn.models import _model
+from fastattn.models._chat import ChatTemplate
 from fastattn.models._encode_calls import Call, TextOptions, calls, watched
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import ModelError
-from fastattn.models._sentences import ACTIVATIONS, applied
+from fastattn.models._sentences import ACTIVATIONS, Dense, LayerNorm, Pooling, applied
 from fastattn.models._text import each_checked, string, strings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from numpy.typing import ArrayLike
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array, Ints
-    from fastattn.models._chat import ChatTemplate
-    from fastattn.models._sentences import Dense, LayerNorm, Pooling
-
-    Texts = tuple[str, ...]  # one or two, which become one sequence
+Texts = tuple[str, ...]  # one or two, which become one sequence
 
 _PAIR = "a pair, as (text, text), or a single text, as (text,)"
 _PAIRS = "pairs, as [(text, text)], or single texts, as [(text,)]"

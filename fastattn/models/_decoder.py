@@ -2,76 +2,39 @@
 
 from __future__ import annotations
 
-import copy
-from contextlib import nullcontext
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from fastattn._args import key_ranges
-from fastattn._args.attention import dropout_of
-from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_shape, wrong_type
-from fastattn._args.types import lane_dtype
-from fastattn._args.values import as_array, flag, integer, integers, several, short
+from fastattn._args.options import SamplingOptions
+from fastattn._args.types import Array, ArrayLike, DTypeLike, Ints, lane_dtype
+from fastattn._args.values import as_array, flag, integers
 from fastattn._engine.program import Program
+from fastattn._engine.slots import Slots
 from fastattn._engine.steps import Sequences
-from fastattn._engine.tape import Drops, Tape
-from fastattn._engine.values import Value
-from fastattn.grad import cross_entropy, embedding
+from fastattn.grad import Pullback, cross_entropy
 from fastattn.grad._loss import targets_of
-from fastattn.layers._block import visible
-from fastattn.layers._mixers import by_rows
+from fastattn.layers._block import Window, visible
+from fastattn.layers._mixers import Kind
 from fastattn.models import _gguf, _model, _session
-from fastattn.models._answers import Parts
-from fastattn.models._chat import conversation
-from fastattn.models._embeddings import of_length, token_rows
+from fastattn.models._embeddings import Embeddings, Frequencies, of_length
 from fastattn.models._files import is_gguf, usual_sampling
-from fastattn.models._generation import (
-    Score,
-    Step,
-    Writer,
-    checked,
-    is_conversation,
-    parted,
-    pieces,
-    prompts_of,
-    score_of,
-    values_of,
-)
-from fastattn.models._grammar import Matcher, matchers
-from fastattn.models._model import Recorded, one_sequence, pullback_of
-from fastattn.models._model_cache import ModelCache
-from fastattn.models._parameters import required
-from fastattn.models._sampling import Sampler, Sampling
-from fastattn.models._session import Session, cache_dtypes
-from fastattn.models._speculation import MOST, Speculation, proposals_of
-from fastattn.models._text import NO_TOKEN, Said, strings
-from fastattn.positions import RopeFrequencies, rope_tables
+from fastattn.models._generation import answers
+from fastattn.models._model import Recorded, pulled
+from fastattn.models._model_cache import KeyHeads, ModelCache
+from fastattn.models._prompts import Messages, encoded, is_conversation, values_of
+from fastattn.models._sampling import Sampling
+from fastattn.models._scores import Score, scores
+from fastattn.models._session import Session, kept_as
+from fastattn.positions import rope_tables
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from numpy.typing import ArrayLike, DTypeLike
     from typing_extensions import Unpack
-
-    from fastattn._args.options import SamplingOptions
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Bools, Ints
-    from fastattn._engine.slots import Slots
-    from fastattn.grad import Pullback
-    from fastattn.layers._block import Window
-    from fastattn.layers._mixers import Kind
-    from fastattn.models._embeddings import Frequencies
-    from fastattn.models._generation import Messages
-    from fastattn.models._model_cache import KeyHeads
-
-# The cache has room for so many new tokens at first; it doubles when it is full.
-_ROOM = 256
-# Continuations that `score` computes together: each has a copy of the prompt's keys.
-_SCORED_AT_ONCE = 8
 
 
 class QueryGrowth(NamedTuple):
@@ -94,23 +57,18 @@ class Decoder(_model.Model):
     head_dim: int
     key_heads: tuple[KeyHeads, ...]  # of all layers together that have keys
     states: tuple[tuple[Kind, ...], ...]  # of a sequence, in each of the layers that carry some
-    max_length: int | None  # tokens of a sequence; None without a table of positions
-    tokens: Array | PackedLinear  # (vocab_size, hidden_size); the output layer itself, if the two are tied
-    positions: Array | None  # (max_length, hidden_size)
     frequencies: tuple[Frequencies, ...]  # of which each attention may have one
     windows: tuple[Window, ...]  # of which each attention has one: see `model_program`
     logits: Program
     stop: tuple[int, ...]  # ids that end a text
-    token_scale: float = 1.0  # what the tokens' vectors are multiplied by
     softcap: float | None = None  # logits x become ``cap * tanh(x / cap)``
     query_growth: QueryGrowth | None = None  # queries then have a rotation after the `frequencies`' own
-    layer_tokens: Array | PackedLinear | None = None  # (vocab_size, n): `Sequences.inputs` of tokens
-    layer_scale: float = 1.0  # what these are multiplied by
+    layer_embeddings: Embeddings | None = None  # `Sequences.inputs` of tokens
 
     @property
     def has_gradients(self) -> bool:
         """Whether `vjp`, and what trains a model, take it."""
-        return self.program.has_gradients and self.softcap is None and self.layer_tokens is None
+        return self.program.has_gradients and self.softcap is None and self.layer_embeddings is None
 
     @named("{self.model_type}")
     def __call__(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
@@ -127,7 +85,8 @@ class Decoder(_model.Model):
             In the model's dtype, as from `Encoder`.
         """
         tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
-        hidden = self._hidden(tokens if mask is None else tokens[mask], lengths, int(lengths.max(initial=0)))
+        counted = (tokens if mask is None else tokens[mask]).reshape(-1)
+        hidden = self._hidden(counted, lengths, int(lengths.max(initial=0)))
         logits = self._capped(self.logits.run(hidden, Sequences(1)))
         return _model.unpacked(logits, mask, (*tokens.shape, self.vocab_size))
 
@@ -247,84 +206,10 @@ class Decoder(_model.Model):
         """
         named = "ids", "max_new_tokens", "attention_mask", "stop", "cache", "cache_dtype", "template_values"
         options = Sampling(sampling, *named, "tools", "logprobs", "grammar", "speculate")
-        texts: list[str] = []
-        parts: list[Parts | None] = []
-        turns: list[int] = []
-        written = prompts_of(ids)
-        if written is None:
-            for name, x in {"template_values": template_values, "tools": tools, "logprobs": logprobs}.items():
-                if x is not None:
-                    came = f"{name} {'is' if name == 'logprobs' else 'are'} given with ids"
-                    raise ValueError(f"(): {came}; expected a text or messages, or None")
-            single, prompts = self._prompts(ids, attention_mask)
-        else:
-            if attention_mask is not None:
-                raise ValueError("(): attention_mask is given with a text; expected None")
-            single, prompts, parts, turns = self._encoded(*written, values_of(template_values, tools))
-            stop, texts = parted(stop)
-        if cache is not None:
-            _session.require_fit(cache, self, len(prompts), cache_dtype)
-        cache_dtype = self._kept_as(cache_dtype)
-        proposals = proposals_of(speculate, self, prompts)
-        n_new = integer("max_new_tokens", max_new_tokens, 0)
-        longest = max(map(len, prompts), default=0)
-        if self.max_length is not None and longest + n_new > self.max_length:
-            asked = f"max_new_tokens is {short(n_new)} after a prompt of {longest} tokens"
-            raise ValueError(f"(): {asked}; expected at most {self.max_length} together")
-        ends = np.atleast_1d((*self.stop, *turns) if stop is None else as_array("stop", stop))
-        ends = ends if ends.size else np.zeros(0, np.int64)
-        known = {} if stop is None else {"low": 0, "high": self.vocab_size - 1}
-        ends = integers("stop", ends, (ends.size,), "(n,)", **known)
-        follow: list[Matcher] = []
-        if grammar is not None:
-            follow = matchers(grammar, self.text, self.vocab_size, ends.tolist(), len(prompts))
-        sampler = Sampler(prompts, self.vocab_size, options, single, follow)
-        ended = np.zeros(len(prompts), np.bool_)
-        steps = self._steps(prompts, n_new, sampler, ends, ended, cache_dtype, cache, proposals)
-        steps = _one_at_a_time(steps, cache)
-        if written is None:
-            return _tokens(steps, len(prompts), single)
-        ending = set(ends.tolist())
-        writers = [
-            Writer(Said(self.text, prompt.tolist()), ending, texts, i, logprobs is not None, own)
-            for i, (prompt, own) in enumerate(zip(prompts, parts, strict=True))
-        ]
-        best = None if logprobs is None else integer("logprobs", logprobs, 0, self.vocab_size)
-        return pieces(steps, writers, ended, best)
-
-    def _encoded(
-        self, single: bool, written: list[str | Messages], values: dict[str, Any] | None
-    ) -> tuple[bool, list[Ints], list[Parts | None], list[int]]:
-        """Whether there is one prompt, the ids of each text and conversation, and the parts of its answer.
-
-        Also the ids with which the chat template ends a turn.
-        """
-        if values is not None and all(isinstance(each, str) for each in written):
-            came = "tools" if set(values) == {"tools"} else "template_values"
-            raise ValueError(f"(): {came} are given with a text; expected messages, or None")
-        found: list[list[int]] = []
-        parts: list[Parts | None] = []
-        turns: list[int] = []
-        for each in written:
-            if isinstance(each, str):
-                found.append(self.text.encode([each])[0])
-                parts.append(None)
-            else:
-                ids, own, turns = self._conversation(each, values or {})
-                found.append(ids)
-                parts.append(own)
-        _, prompts = self._prompts(found, None)
-        return single, prompts, parts, turns
-
-    def _conversation(self, messages: Messages, values: dict[str, Any]) -> tuple[list[int], Parts, list[int]]:
-        """The ids of a conversation, the parts of its answer, and the ids with which a turn ends."""
-        said, template, ends = conversation(self.text.folder, checked(messages), values)
-        if values.get("tools") and "tools" not in template:
-            came = f"tools are given, and the chat template of {self.text.folder} writes none"
-            raise ValueError(f"(): {came}; expected None, and what the model is to know of them in a message")
-        (encoding,) = self.text.encodings([said], special=False)
-        turns = [i for text in ends if (i := self.text.tokenizer.token_to_id(text)) is not None]
-        return encoding.ids, Parts(template, said, bool(values.get("tools"))), turns
+        of_texts = {"template_values": template_values, "tools": tools, "logprobs": logprobs}
+        how: Any = {"stop": stop, "cache": cache, "cache_dtype": cache_dtype, "grammar": grammar, **of_texts}
+        how |= {"attention_mask": attention_mask, "speculate": speculate}
+        return answers(self, ids, max_new_tokens, options, **how)
 
     @named("score")
     def score(
@@ -356,64 +241,7 @@ class Decoder(_model.Model):
         Common first tokens are computed once, unless a scaling of rotary positions depends on the length. The
         score of a continuation depends on the others only by rounding.
         """
-        wholes, begin = self._continued(prompt, continuations)
-        longest = max(map(len, wholes), default=0)
-        if self.max_length is not None and longest > self.max_length:
-            raise ValueError(f"(): {longest} tokens in a sequence; expected at most {self.max_length}")
-        scaled = not all(isinstance(each, RopeFrequencies) for each in self.frequencies)
-        cache, common, size = self._cache(), 0, 1 if scaled else _SCORED_AT_ONCE
-
-        def logits(rows: Array) -> Array:
-            return self._capped(self.logits.run(rows, Sequences(1)))
-
-        if wholes and not scaled:
-            rows = np.stack([whole[: begin - 1] for whole in wholes])
-            common = int((rows == rows[0]).all(axis=0).cumprod().sum())
-            if common:
-                self._hidden(wholes[0][:common], np.array([common]), common, cache)
-        found: list[Score] = []
-        for first in range(0, len(wholes), size):
-            group = wholes[first : first + size]
-            own = copy.copy(cache)
-            if common and self.num_layers:
-                own.select(np.zeros(len(group), np.int64))
-            lengths = np.array([len(whole) - 1 - common for whole in group])
-            new = np.concatenate([whole[common:-1] for whole in group])
-            hidden = self._hidden(new, lengths, int(lengths.max()) + common, own)
-            for whole, end in zip(group, np.cumsum(lengths).tolist(), strict=True):
-                ids = whole[begin:]
-                rows = hidden[end - len(ids) : end]
-                found.append(score_of(ids, rows, logits))
-        return found
-
-    def _continued(self, prompt: Any, continuations: Any) -> tuple[list[Ints], int]:
-        """The ids of the prompt with each continuation, and how many of them are the prompt's."""
-        if is_conversation(prompt):
-            expected = "a text or ids, as conversation_ids(messages) makes them"
-            raise TypeError(f"(): prompt is a list of messages; expected {expected}")
-        if isinstance(prompt, str):
-            texts = list(strings("continuations", continuations))
-            said = prompt.rstrip() or prompt  # a space before a word is part of the word's token
-            texts = [prompt[len(said) :] + text for text in texts]
-            encodings = list(self.text.encodings([said, *(said + text for text in texts)]))
-            if any(each.overflowing for each in encodings):
-                came = f"a text has more than {self.text.limit} tokens with its prompt"
-                raise ValueError(f"(): {came}; expected at most so many")
-            start, *found = (np.array(each.ids, np.int64) for each in encodings)
-        else:
-            start = one_sequence("prompt", prompt, self.vocab_size)
-            given = several("continuations", continuations, "several, as [ids]")
-            found = [
-                np.append(start, one_sequence(f"continuations[{i}]", ids, self.vocab_size))
-                for i, ids in enumerate(given)
-            ]
-        if not start.size:
-            raise ValueError("(): prompt has no token; expected at least one")
-        for i, whole in enumerate(found):
-            if len(whole) <= start.size:
-                came = f"continuations[{i}] adds no token to the prompt, with whose end it becomes one"
-                raise ValueError(f"(): {came}; expected at least one, or ids")
-        return found, start.size
+        return scores(self, prompt, continuations)
 
     @named("usual_sampling")
     def usual_sampling(self) -> dict[str, Any]:
@@ -448,35 +276,12 @@ class Decoder(_model.Model):
         if not is_conversation(messages):
             expected = "a list of one or more messages, as [{'role': 'user', 'content': 'a question'}]"
             raise wrong_type("messages", messages, expected)
-        return self._conversation(messages, values_of(template_values, tools) or {})[0]
-
-    def _prompts(self, ids: Any, attention_mask: Any) -> tuple[bool, list[Ints]]:
-        """Return whether `ids` is one sequence, and the sequences without tokens that do not count."""
-        rows = ids if isinstance(ids, (list, tuple)) and attention_mask is None else ()
-        if rows and all(_is_row(row) for row in rows):
-            prompts = [_model.token_ids(row, self.vocab_size)[0] for row in rows]
-            single = False
-        else:
-            tokens = _model.token_ids(ids, self.vocab_size)
-            mask = _model.attended(attention_mask, tokens)
-            prompts = list(tokens) if mask is None else [row[m] for row, m in zip(tokens, mask, strict=True)]
-            single = np.ndim(ids) == 1
-        if any(len(prompt) == 0 for prompt in prompts):
-            raise ValueError("generate(): ids has a prompt without a token; expected at least one in each")
-        return single, prompts
+        return encoded(self.text, messages, values_of(template_values, tools) or {})[0]
 
     @named("session")
     def session(self, cache_dtype: DTypeLike | None = None) -> Session:
         """Create an empty session for ``generate(cache=)``; `cache_dtype` is as for `generate`."""
-        return Session(self, self.frequencies, self._cache(dtype=self._kept_as(cache_dtype)))
-
-    def _kept_as(self, given: Any) -> str | None:
-        """The argument `cache_dtype`, checked."""
-        if given is None:
-            return None
-        dtypes = cache_dtypes(self.dtype)
-        why = "" if self.dtype == np.float32 else f" of a model in {self.dtype}"
-        return dtype_choice("cache_dtype", given, dtypes, why)
+        return Session(self, self.frequencies, self._cache(dtype=kept_as(cache_dtype, self.dtype)))
 
     @named("load_session")
     def load_session(self, path: str | os.PathLike[str]) -> Session:
@@ -535,7 +340,7 @@ class Decoder(_model.Model):
                 raise wrong_shape("targets", given, f"ids', {tokens.shape}")
             expected = (given if mask is None else given[mask]).reshape(-1)
         targets_of(expected, flat.shape, self.vocab_size, ignore_index, label_smoothing)
-        recorded = self._record(flat, lengths, checkpoint, dropout, seed)
+        recorded = self._normed(flat, lengths, checkpoint, dropout, seed)
         output: Any = self.logits.steps[-1]
         how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
         found: Any = cross_entropy(recorded.out.array, output.weight, expected, bias=output.bias, **how)
@@ -557,39 +362,21 @@ class Decoder(_model.Model):
         """Logits, or the hidden states that the output layer maps to them; and their pullback."""
         tokens, lengths, mask = self._tokens(ids, attention_mask, self.max_length)
         counted = tokens if mask is None else tokens[mask]
-        recorded = self._record(counted, lengths, checkpoint, dropout, seed)
+        recorded = self._normed(counted.reshape(-1), lengths, checkpoint, dropout, seed)
         if flag("logits", logits):
             output: Any = self.logits.steps[-1]
             recorded.out = recorded.tape.linear(recorded.out, output.weight, output.bias, output.activations)
-        shape = (*tokens.shape, recorded.out.array.shape[1])
-        pullback = pullback_of(recorded, mask, shape)
-        return _model.unpacked(recorded.out.array, mask, shape), pullback
+        return pulled(recorded, mask, (*tokens.shape, recorded.out.array.shape[1]))
 
-    def _record(
+    def _normed(
         self, tokens: Ints, lengths: Ints, checkpoint: bool, dropout: float, seed: int | None
     ) -> Recorded:
         """Hidden states after the last norm, on a tape, of sequences end to end."""
-        if not self.has_gradients:
-            raise NotImplementedError(f"(): models of type {self.model_type} have no gradients yet")
-        origin, checkpoint = required(self.origin), flag("checkpoint", checkpoint)
-        flat = tokens.reshape(-1)
-        array, call, positions = self._inputs(flat, lengths, int(lengths.max(initial=0)))
-        tape, x = Tape(drops=Drops(*dropout_of(dropout, seed))), Value(array)
+        call, positions = self._sequences(lengths, int(lengths.max(initial=0)))
+        recorded = self._record(tokens, positions, None, call, checkpoint, dropout, seed)
         norm: Any = self.logits.steps[0]
-        out = self.program.on(tape, x, call, checkpoint)
-        out = tape.norm(out, norm.kind, norm.weight, norm.bias, norm.eps)
-
-        def finish() -> None:
-            dx, gradients = x.found(), tape.gradients
-            scale = lane_dtype(dx.dtype).type(self.token_scale)
-            gradients.add(self.tokens, embedding(dx if scale == 1 else dx * scale, flat, self.vocab_size))
-            if self.positions is not None:
-                rows = positions
-                if rows.size != len(flat):  # those of each sequence
-                    rows = np.broadcast_to(positions, (len(lengths), len(positions)))
-                gradients.add(self.positions, embedding(dx, rows.reshape(-1), len(self.positions)))
-
-        return Recorded(tape, out, finish, origin)
+        recorded.out = recorded.tape.norm(recorded.out, norm.kind, norm.weight, norm.bias, norm.eps)
+        return recorded
 
     def _hidden(
         self,
@@ -606,7 +393,10 @@ class Decoder(_model.Model):
         longest sequence then: some scalings of rotary positions depend on it. A
         `program` in place of the model's is that of `by_rows`.
         """
-        x, call, _ = self._inputs(tokens, lengths, longest, cache)
+        call, positions = self._sequences(lengths, longest, cache)
+        x = self.embeddings(tokens, positions, None, self.dtype)
+        if self.layer_embeddings is not None:
+            call = call._replace(inputs=self.layer_embeddings(tokens, positions, None, self.dtype))
         if not self.num_layers:
             return x
         hidden = (program or self.program).run(x, call)
@@ -618,10 +408,10 @@ class Decoder(_model.Model):
         """An empty cache for `_hidden`."""
         return ModelCache(self.key_heads, capacity, dtype, self.states)
 
-    def _inputs(
-        self, tokens: Ints, lengths: Ints, longest: int, cache: ModelCache | None = None
-    ) -> tuple[Array, Sequences, Ints]:
-        """Inputs of the program (n, hidden_size), its `Sequences`, and the tokens' positions."""
+    def _sequences(
+        self, lengths: Ints, longest: int, cache: ModelCache | None = None
+    ) -> tuple[Sequences, Ints]:
+        """`Sequences` of new tokens, and their positions (n,) in the table of positions, if there is one."""
         batch, length = len(lengths), int(lengths.max(initial=0))
         starts = 0 if cache is None else cache.offset
         begins = np.append(0, np.cumsum(lengths))
@@ -630,10 +420,6 @@ class Decoder(_model.Model):
             positions = np.arange(begins[-1]) - np.repeat(begins[:-1] - starts, lengths)
         else:  # (length,), or (batch, length) where sequences begin at different positions
             positions = np.asarray(starts)[..., None] + np.arange(length)
-        x = self._scaled(self.tokens, tokens.reshape(-1), self.token_scale)
-        if self.positions is not None:
-            rows = x if ragged else x.reshape(batch, length, self.hidden_size)
-            rows += self.positions[positions]
         rotations = []
         for frequencies in self.frequencies:
             tables = rope_tables(positions, of_length(frequencies, longest), lane_dtype(self.dtype))
@@ -660,19 +446,9 @@ class Decoder(_model.Model):
         call = Sequences(batch, ranges, tuple(rotations), slots, begins if ragged else None)
         if cache is not None and self.states:
             call = call._replace(states=cache.carried(batch))
-        if self.layer_tokens is not None:
-            inputs = self._scaled(self.layer_tokens, tokens.reshape(-1), self.layer_scale)
-            call = call._replace(inputs=inputs)
-        return x, call, positions
-
-    def _scaled(self, table: Array | PackedLinear, ids: Ints, scale: float) -> Array:
-        """The vectors of tokens `ids` (n,), times `scale`, in new memory."""
-        x = token_rows(table, ids, self.dtype)
-        if scale == 1:
-            return x
-        lane = lane_dtype(self.dtype)
-        found: Array = (x.astype(lane, copy=False) * lane.type(scale)).astype(self.dtype, copy=False)
-        return found
+        if not ragged and self.embeddings.positions is not None:
+            positions = np.broadcast_to(positions, (batch, length)).reshape(-1)
+        return call, positions
 
     def _capped(self, logits: Array) -> Array:
         """The logits, which it may overwrite, kept within `softcap`."""
@@ -684,114 +460,3 @@ class Decoder(_model.Model):
         np.tanh(wide, out=wide)
         np.multiply(wide, cap, out=wide)
         return wide.astype(logits.dtype, copy=False)
-
-    def _steps(
-        self,
-        prompts: list[Ints],
-        max_new_tokens: int,
-        sampler: Sampler,
-        stop: Ints,
-        ended: Bools,
-        cache_dtype: DTypeLike | None,
-        session: Session | None,
-        speculation: Speculation | None,
-    ) -> Iterator[Step]:
-        """Steps until all sequences have reached `stop`, or are `ended` by whoever reads them."""
-        if not prompts or max_new_tokens == 0:
-            return
-        lengths = np.array([len(prompt) for prompt in prompts])
-        batch, longest = len(prompts), int(lengths.max())
-        new, turn = np.concatenate(prompts), None
-        if session is None:
-            cache = self._cache(longest + min(max_new_tokens - 1, _ROOM), cache_dtype)
-        else:
-            cache, (known, turn) = session._cache, session._begin(new, longest)
-            *earlier, new = session._parts(new[known:])
-            for part in earlier:
-                self._hidden(part, np.array([len(part)]), longest, cache)
-                session._add(part, turn)
-            lengths = np.array([len(new)])
-        hidden = self._hidden(new, lengths, longest, cache)[np.cumsum(lengths) - 1]
-        running = np.arange(batch)  # sequences that have not ended; the others are computed no more
-        proposed: list[int] = []
-        program = None if speculation is None or not self.states else by_rows(self.program)
-        seen, step = cache, 0
-        while True:
-            cache.forget()
-            logits = self._capped(self.logits.run(hidden, Sequences(len(hidden))))
-            accepted: list[int] = []
-            for row, each in enumerate(np.split(logits, len(proposed) + 1)):
-                if proposed:
-                    cache.go_on(seen, row)
-                if session is not None:
-                    session._add(new, turn)
-                new, step = sampler(each), step + 1
-                yield Step(running, new, each)
-                # np.isin takes three times as long.
-                kept = np.flatnonzero((new[:, None] != stop).all(axis=1) & ~ended[running])
-                if not kept.size or step == max_new_tokens:
-                    return
-                accepted += new.tolist()
-                if accepted != proposed[: len(accepted)]:
-                    break
-            if kept.size < len(running):
-                running, new = running[kept], new[kept]
-                sampler.select(kept)
-                if self.num_layers:  # without layers, nothing is in the cache
-                    cache.select(kept)
-            if session is not None:
-                session._require(turn)
-            if speculation is not None:
-                proposed = self._proposed(speculation, accepted, max_new_tokens - step - 1, longest + step)
-                if self.num_layers:
-                    cache.truncate(longest + step - 1)
-            if proposed:
-                rows = np.append(new, proposed)
-                seen = cache.staggered(len(rows)) if self.num_layers else cache
-                hidden = self._hidden(rows, np.ones(len(rows), np.int64), longest + step, seen, program)
-            else:
-                hidden = self._hidden(new, np.ones(len(new), np.int64), longest + step, cache)
-
-    def _proposed(self, speculation: Speculation, accepted: list[int], most: int, length: int) -> list[int]:
-        """Proposals of what follows `accepted`, in a text that has `length` tokens with it.
-
-        Keys of all rows are rotated alike. So nothing is proposed where a scaling changes between them.
-        """
-        most = min(most, MOST)
-        for each in self.frequencies:
-            one, other = (of_length(each, n) for n in (length, length + most))
-            if one is not other and not (
-                np.array_equal(one.inv_freq, other.inv_freq)
-                and one.attention_factor == other.attention_factor
-            ):
-                most = 0
-        return speculation.after(accepted, most)
-
-
-def _one_at_a_time(steps: Iterator[Step], session: Session | None) -> Iterator[Step]:
-    """The same steps, each under the session's lock: a cache between two states has no meaning."""
-    while True:
-        with nullcontext() if session is None else session.lock:
-            step = next(steps, None)
-        if step is None:
-            return
-        yield step
-
-
-def _tokens(steps: Iterator[Step], batch: int, single: bool) -> Iterator[Any]:
-    """The tokens of each step: an int of a single prompt, or (batch,), -1 for sequences that have ended."""
-    for running, tokens, _ in steps:
-        if single:
-            yield int(tokens[0])
-        else:
-            yielded = np.full(batch, NO_TOKEN)
-            yielded[running] = tokens
-            yield yielded
-
-
-def _is_row(x: Any) -> bool:
-    """Tell whether `x` is one sequence; `np.ndim` raises for lists of different lengths."""
-    try:
-        return np.ndim(x) == 1
-    except ValueError:
-        return False

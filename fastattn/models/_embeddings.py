@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn import grad, ops
 from fastattn._args import key_ranges
-from fastattn._args.types import lane_dtype
+from fastattn._args.packed import PackedLinear
+from fastattn._args.types import Array, Ints, lane_dtype
 from fastattn._engine.steps import Sequences
 from fastattn._engine.tape import PLAIN
-from fastattn.layers._block import visible
+from fastattn._engine.values import Gradients
+from fastattn.layers._block import Window, visible
 from fastattn.positions import RopeFrequencies, rope_tables, t5_buckets
-
-if TYPE_CHECKING:
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Ints
-    from fastattn._engine.values import Gradients
-    from fastattn.layers._block import Window
 
 # Frequencies of rotary positions; some scalings depend on `seq_len`, the length of the sequence.
 Frequencies = RopeFrequencies | Callable[..., RopeFrequencies]
@@ -31,31 +27,28 @@ def of_length(frequencies: Frequencies, length: int) -> RopeFrequencies:
     return frequencies if isinstance(frequencies, RopeFrequencies) else frequencies(seq_len=length)
 
 
-def token_rows(table: Array | PackedLinear, ids: Ints, dtype: np.dtype[Any]) -> Array:
-    """The vectors (n, features), in `dtype`, of tokens `ids` (n,).
-
-    `table` is the packed weight of the output layer where a model uses it for its tokens, too.
-    """
-    if isinstance(table, np.ndarray):
-        return ops.embedding(ids, table).astype(dtype, copy=False)
-    return table.rows(ids).astype(dtype, copy=False)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeddings:
     """Tables whose rows add up to the vector of a token."""
 
-    tokens: Array  # (vocab_size, features), as in the file
+    # (vocab_size, features), as in the file; or the packed weight of the output layer, if the two are tied.
+    tokens: Array | PackedLinear
     types: Array | None = None  # (types, features), like `positions` in the type of the computation
     positions: Array | None = None  # (max_length, features), the first token type's vector added
-    scale: float = 1.0  # of the tokens' vectors
+    scale: Any = 1.0  # of the tokens' vectors, in the type in which gradients are multiplied
     padding: int | None = None  # the id of tokens that have the first position, and that no other counts
 
     def __call__(self, tokens: Ints, positions: Ints, types: Ints | None, dtype: np.dtype[Any]) -> Array:
-        """The vectors (n, features) of tokens, all arrays (n,); the first type where there are no `types`."""
-        x = token_rows(self.tokens, tokens, dtype)
+        """The vectors (n, features) of tokens, all arrays (n,), in new memory.
+
+        Where there are no `types`, all are the first one.
+        """
+        table = self.tokens
+        x = ops.embedding(tokens, table) if isinstance(table, np.ndarray) else table.rows(tokens)
+        x = x.astype(dtype, copy=False)
         if self.scale != 1:
-            x *= np.asarray(self.scale, dtype)
+            lane = lane_dtype(dtype)
+            x = (x.astype(lane, copy=False) * lane.type(self.scale)).astype(dtype, copy=False)
         if self.positions is not None:  # NumPy adds numbers of 16 bits one by one
             PLAIN.add(x, self.positions[self._counted(tokens, positions)], out=x)
         elif self.types is not None:
@@ -69,10 +62,11 @@ class Embeddings:
     ) -> None:
         """Add the gradients of the tables, for dx, the gradient of the result."""
 
-        def add(table: Array, rows: Ints, dout: Array = dx) -> None:
-            gradients.add(table, grad.embedding(dout, rows, len(table)))
+        def add(table: Array | PackedLinear, rows: Ints, dout: Array = dx) -> None:
+            n = len(table) if isinstance(table, np.ndarray) else table.out_features
+            gradients.add(table, grad.embedding(dout, rows, n))
 
-        add(self.tokens, tokens, dx if self.scale == 1 else dx * np.asarray(self.scale, dx.dtype))
+        add(self.tokens, tokens, dx if self.scale == 1 else dx * self.scale)
         if self.positions is not None:
             add(self.positions, self._counted(tokens, positions))
         if self.types is not None:

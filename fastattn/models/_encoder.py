@@ -3,48 +3,43 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.attention import dropout_of
 from fastattn._args.errors import named, wrong_shape
-from fastattn._args.types import lane_dtype
-from fastattn._args.values import flag, integer
-from fastattn._engine.tape import Drops, Tape
-from fastattn._engine.values import Value
+from fastattn._args.types import Array, ArrayLike, Bools, Ints, lane_dtype
+from fastattn._args.values import integer
+from fastattn._engine.steps import Sequences
+from fastattn._engine.values import Gradients
+from fastattn.grad import Pullback
+from fastattn.layers._block import Projection
 from fastattn.models import _model
+from fastattn.models._embeddings import SequenceRules
 from fastattn.models._encode_calls import (
     Call,
     EncodeOptions,
+    Routes,
     TextEncoder,
     TextModel,
     calls,
+    model_of,
     one_or_several,
     watched,
 )
-from fastattn.models._model import Recorded, pullback_of
+from fastattn.models._model import pulled
 from fastattn.models._parameters import required
-from fastattn.models._routes import Routes, model_of
-from fastattn.models._text import strings
+from fastattn.models._sentences import Sentences
+from fastattn.models._text import Text, strings
 from fastattn.models._vectors import similarities
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from numpy.typing import ArrayLike
     from typing_extensions import Self, Unpack
 
-    from fastattn._args.types import Array, Bools, Ints
-    from fastattn.grad import Pullback
-    from fastattn.layers._block import Projection
-    from fastattn.models._embeddings import Embeddings, SequenceRules
-    from fastattn.models._sentences import Sentences
-    from fastattn.models._text import Text
-
-    Names = tuple[str, ...]
+Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -52,8 +47,6 @@ class Encoder(TextEncoder, _model.Model):
     """An encoder: a call returns hidden states, `encode` vectors of texts."""
 
     sentences: Sentences
-    max_length: int | None  # tokens of a sequence
-    embeddings: Embeddings
     sequence_rules: SequenceRules
     routes: Routes | None = field(default=None, kw_only=True)  # where texts go by their task
 
@@ -96,28 +89,13 @@ class Encoder(TextEncoder, _model.Model):
     ) -> tuple[Array, Pullback]:
         """Hidden states, as from a call, and their pullback: see `fastattn.grad.vjp`."""
         tokens, lengths, mask, types = self._arguments(input_ids, attention_mask, token_type_ids)
-        drops = Drops(*dropout_of(dropout, seed))
-        recorded = self._record(tokens[_counted(mask)].reshape(-1), lengths, types, checkpoint, drops)
-        shape = (*tokens.shape, self.hidden_size)
-        pullback = pullback_of(recorded, mask, shape)
-        return _model.unpacked(recorded.out.array, mask, shape), pullback
+        call, positions = self.sequence_rules(lengths, self.dtype, None)
+        counted, how = tokens[_counted(mask)].reshape(-1), (checkpoint, dropout, seed)
+        recorded = self._record(counted, positions, types, call, *how)
+        return pulled(recorded, mask, (*tokens.shape, self.hidden_size))
 
-    def _record(
-        self, tokens: Ints, lengths: Ints, types: Ints | None, checkpoint: bool, drops: Drops
-    ) -> Recorded:
-        """`_rows` on a tape."""
-        if not self.has_gradients:
-            raise NotImplementedError(f"(): models of type {self.model_type} have no gradients yet")
-        origin, checkpoint = required(self.origin), flag("checkpoint", checkpoint)
-        sequences, positions = self.sequence_rules(lengths, self.dtype, None)
-        tape, x = Tape(drops=drops), Value(self.embeddings(tokens, positions, types, self.dtype))
-        out = self.program.on(tape, x, sequences, checkpoint)
-
-        def finish() -> None:
-            self.embeddings.add_gradients(tape.gradients, x.found(), tokens, positions, types)
-            self.sequence_rules.add_gradients(tape.gradients, sequences)
-
-        return Recorded(tape, out, finish, origin)
+    def _add_gradients(self, gradients: Gradients, call: Sequences) -> None:
+        self.sequence_rules.add_gradients(gradients, call)
 
     def _arguments(
         self, input_ids: ArrayLike, attention_mask: ArrayLike | None, token_type_ids: ArrayLike | None

@@ -7,23 +7,20 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from importlib.util import find_spec
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fastattn._args.values import short
 from fastattn._gguf import MAGIC, GgufFile
 from fastattn._regular_files import regular
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from io import FileIO
-    from types import ModuleType
-
 
 _T = TypeVar("_T")
 
@@ -207,6 +204,16 @@ class Config:
             raise self.wrong(name, value, f"one of {', '.join(table)}")
         return table[value]
 
+    def one_of(self, name: str, words: Iterable[str], default: str = _REQUIRED) -> str:
+        """One of these words."""
+        return self.choice(name, {word: word for word in words}, default)
+
+    @property
+    def architecture(self) -> str:
+        """The first name of `architectures`; "" without one."""
+        said = self.values.get("architectures")
+        return said[0] if isinstance(said, list) and said and isinstance(said[0], str) else ""
+
     def token(self, name: str) -> str | None:
         """A special token, by itself or in a table with its content; None if there is none."""
         said = self.values.get(name)
@@ -225,7 +232,7 @@ class Config:
         """Quotient of two sizes, without remainder."""
         size, parts = self.size(name), self.size(by)
         if size % parts:
-            raise self.wrong(name, size, f"a multiple of {by!r}, {parts}")
+            raise self.wrong(name, size, f"a multiple of {self.prefix + by!r}, {parts}")
         return size // parts
 
     def refuse(self, **supported: Any) -> None:
@@ -233,7 +240,13 @@ class Config:
         for name, wanted in supported.items():
             value = self.values.get(name)
             if value is not None and (isinstance(value, np.ndarray) or value != wanted):
-                raise ModelError(f"{self.path}: {name!r} is {short(value)}; only {wanted!r} is supported")
+                came = f"{self.path}: {self.prefix + name!r} is {short(value)}"
+                raise ModelError(f"{came}; only {wanted!r} is supported")
+
+    def refuse_any(self, names: Iterable[str], expected: str) -> None:
+        """Raise if there is one of these values."""
+        if found := [name for name in names if name in self.values]:
+            raise ModelError(f"{self.path}: there is a '{self.prefix}{found[0]}'; expected {expected}")
 
     def refuse_others(self, **names: str) -> None:
         """Raise if a key differs from the one, of another name, that replaces it."""

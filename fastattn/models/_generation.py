@@ -1,29 +1,27 @@
-"""Text that a language model writes: its pieces, and where it ends."""
+"""Answers of a language model: ids, or the pieces of a text, and where it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from fastattn._args.errors import named, wrong_type
-from fastattn._args.values import iterated, short
-from fastattn.models._answers import Part, overlap
-from fastattn.models._text import string
+from fastattn._args.types import Bools
+from fastattn._args.values import as_array, integer, integers, iterated, short
+from fastattn.models._answers import Kind, Part, Parts, overlap
+from fastattn.models._grammar import Matcher, matchers
+from fastattn.models._prompts import Prompts
+from fastattn.models._sampling import Sampler, Sampling
+from fastattn.models._scores import chances_of
+from fastattn.models._session import kept_as, require_fit
+from fastattn.models._steps import Step, one_at_a_time, proposals_of, steps, tokens_of
+from fastattn.models._text import Said
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeIs
-
-    from fastattn._args.types import Array, Bools, Ints
-    from fastattn.models._answers import Kind, Parts
-    from fastattn.models._text import Said
-
-    Messages = Sequence[Mapping[str, Any]]
-
-
-_ROWS = 64  # of logits, which are as long as the vocabulary, at a time
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,36 +57,6 @@ class Piece:
 
     def __str__(self) -> str:
         return self.text
-
-
-def is_conversation(x: Any) -> TypeIs[Messages]:
-    """Tell whether `x` is a list of messages."""
-    return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(each, Mapping) for each in x)
-
-
-def parted(stop: Any) -> tuple[Any, list[str]]:
-    """The ids of `stop`, None where it has texts alone or is None, and its texts."""
-    if isinstance(stop, (bytes, bytearray)):  # which iterate as ids
-        raise wrong_type("stop", stop, "ids and texts")
-    if isinstance(stop, str) or not isinstance(stop, Iterable):
-        stop = [] if stop is None else [stop]
-        given = None if not stop or isinstance(stop[0], str) else stop
-    else:
-        stop = list(stop)
-        given = [x for x in stop if not isinstance(x, str)]
-        given = None if stop and not given else given
-    texts = [x for x in stop if isinstance(x, str)]
-    if "" in texts:
-        raise ValueError("(): stop has an empty text; expected at least one character in each")
-    return given, texts
-
-
-class Step(NamedTuple):
-    """The next tokens of the sequences that have not ended."""
-
-    running: Ints  # (n,), their numbers
-    tokens: Ints  # (n,)
-    logits: Array  # (n, vocab_size), as the model gives them
 
 
 class Writer:
@@ -157,93 +125,16 @@ class Writer:
 
 
 def pieces(
-    steps: Iterable[Step], writers: Sequence[Writer], ended: Bools, logprobs: int | None
+    every: Iterable[Step], writers: Sequence[Writer], ended: Bools, logprobs: int | None
 ) -> Iterator[Piece]:
-    """Pieces of what `steps` write; they end the sequences that are `ended`."""
-    for running, tokens, logits in steps:
+    """Pieces of what steps write; they end the sequences that are `ended`."""
+    for running, tokens, logits in every:
         chances = [None] * len(tokens) if logprobs is None else chances_of(logits, tokens, logprobs)
         for i, token, each in zip(running.tolist(), tokens.tolist(), chances, strict=True):
             yield from writers[i].add(token, each)
             ended[i] = writers[i].ended
     for writer in writers:
         yield from writer.finish("length")
-
-
-def chances_of(logits: Array, tokens: Ints, best: int) -> list[dict[int, float]]:
-    """Logarithms of probabilities, by token: of each of `tokens`, and of the `best` ones of its row."""
-    found = []
-    for row, token in zip(logits.astype(np.float64), tokens.tolist(), strict=True):
-        row -= row.max()
-        row -= np.log(np.exp(row).sum())
-        order: Ints = np.zeros(0, np.int64)
-        if best:
-            likely = np.flatnonzero(row >= np.partition(row, -best)[-best])
-            order = likely[np.argsort(-row[likely], kind="stable")][:best]
-        found.append({i: float(row[i]) for i in (token, *order.tolist())})
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """Log-probabilities of a continuation of a prompt.
-
-    Attributes
-    ----------
-    logprob : float
-        Log-probability of the whole text: the sum of `logprobs`.
-    ids : tuple of int
-        Tokens of the text.
-    logprobs : tuple of float
-        Log-probability of each token, given the tokens before it.
-    is_greedy : bool
-        Whether greedy decoding would choose each token.
-    """
-
-    logprob: float
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    is_greedy: bool
-
-
-def score_of(ids: Ints, rows: Array, logits: Callable[[Array], Array]) -> Score:
-    """The score of `ids`, whose logits `logits` makes of hidden states `rows`."""
-    found = []
-    for first in range(0, len(ids), _ROWS):
-        part = slice(first, first + _ROWS)
-        found += chances_of(logits(rows[part]), ids[part], 1)
-    tokens, best = tuple(ids.tolist()), all(len(each) == 1 for each in found)
-    logprobs = tuple(each[token] for each, token in zip(found, tokens, strict=True))
-    return Score(sum(logprobs), tokens, logprobs, best)
-
-
-def checked(messages: Messages) -> list[dict[str, Any]]:
-    """Messages, each with a role."""
-    for message in messages:
-        if not isinstance(message.get("role"), str):
-            expected = "a 'role' in each, as {'role': 'user', 'content': 'a question'}"
-            raise ValueError(f"(): ids has the message {short(dict(message))}; expected {expected}")
-        if "content" not in message and message["role"] in ("system", "user"):
-            raise ValueError(f"(): ids has the message {short(dict(message))}; expected a 'content', too")
-    return [dict(message) for message in messages]
-
-
-def prompts_of(given: Any) -> tuple[bool, list[str | Messages]] | None:
-    """Whether `given` is one text or conversation, and all; None if it has ids."""
-    single = isinstance(given, str) or is_conversation(given)
-    if single:
-        given = [given]
-    if isinstance(given, Mapping):
-        raise TypeError("(): ids is one message; expected a list of messages")
-    if not isinstance(given, (list, tuple)):
-        return None
-    written = [isinstance(each, str) or is_conversation(each) for each in given]
-    if any(written) and not all(written):
-        other = short(given[written.index(False)])
-        raise TypeError(f"(): ids has texts or conversations, and {other}; expected no ids among them")
-    for i, each in enumerate(given):
-        if isinstance(each, str):
-            string("ids" if single else f"ids[{i}]", each)
-    return (single, list(given)) if any(written) else None
 
 
 @named("message_of")
@@ -283,18 +174,70 @@ def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
     return message
 
 
-def values_of(given: Any, tools: Any) -> dict[str, Any] | None:
-    """Values that a chat template sees beside the messages, `tools` among them, checked; None: none."""
-    if given is not None and not isinstance(given, Mapping):
-        raise wrong_type("template_values", given, "a mapping of names to values")
-    if given is not None and "messages" in given:
-        raise ValueError("(): template_values has 'messages', which are given as such; expected other names")
-    if tools is None:
-        return None if given is None else dict(given)
-    if given is not None and "tools" in given:
-        raise ValueError("(): template_values has 'tools', which is given, too; expected one of the two")
-    is_list = isinstance(tools, (list, tuple))
-    if not is_list or not all(isinstance(each, Mapping) for each in tools):
-        wrong = next((each for each in tools if not isinstance(each, Mapping)), None) if is_list else tools
-        raise wrong_type("tools", wrong, "a list of JSON schemas, as {'type': 'function', 'function': {}}")
-    return {**(given or {}), "tools": [dict(each) for each in tools]}
+def answers(
+    model: Any,
+    ids: Any,
+    max_new_tokens: int,
+    sampling: Sampling,
+    *,
+    attention_mask: Any,
+    stop: Any,
+    cache: Any,
+    cache_dtype: Any,
+    grammar: Any,
+    speculate: Any,
+    **others: Any,
+) -> Iterator[Any]:
+    """`Decoder.generate`; `others` are its arguments that belong to texts."""
+    prompts = Prompts.of(model.text, model.vocab_size, ids, attention_mask, others)
+    count, texts, logprobs = len(prompts.ids), list[str](), others["logprobs"]
+    if prompts.are_texts:
+        stop, texts = _parted(stop)
+    if cache is not None:
+        require_fit(cache, model, count, cache_dtype)
+    cache_dtype = kept_as(cache_dtype, model.dtype)
+    proposals = proposals_of(speculate, model, prompts.ids)
+    n_new = integer("max_new_tokens", max_new_tokens, 0)
+    longest = max(map(len, prompts.ids), default=0)
+    if model.max_length is not None and longest + n_new > model.max_length:
+        asked = f"max_new_tokens is {short(n_new)} after a prompt of {longest} tokens"
+        raise ValueError(f"(): {asked}; expected at most {model.max_length} together")
+    ends = np.atleast_1d((*model.stop, *prompts.turns) if stop is None else as_array("stop", stop))
+    ends = ends if ends.size else np.zeros(0, np.int64)
+    known = {} if stop is None else {"low": 0, "high": model.vocab_size - 1}
+    ends = integers("stop", ends, (ends.size,), "(n,)", **known)
+    follow: list[Matcher] = []
+    if grammar is not None:
+        follow = matchers(grammar, model.text, model.vocab_size, ends.tolist(), count)
+    sampler, ended = (
+        Sampler(prompts.ids, model.vocab_size, sampling, prompts.single, follow),
+        np.zeros(count, np.bool_),
+    )
+    every = steps(model, prompts.ids, n_new, sampler, ends, ended, cache_dtype, cache, proposals)
+    every = one_at_a_time(every, cache)
+    if not prompts.are_texts:
+        return tokens_of(every, count, prompts.single)
+    ending = set(ends.tolist())
+    writers = [
+        Writer(Said(model.text, prompt.tolist()), ending, texts, i, logprobs is not None, own)
+        for i, (prompt, own) in enumerate(zip(prompts.ids, prompts.parts, strict=True))
+    ]
+    best = None if logprobs is None else integer("logprobs", logprobs, 0, model.vocab_size)
+    return pieces(every, writers, ended, best)
+
+
+def _parted(stop: Any) -> tuple[Any, list[str]]:
+    """The ids of `stop`, None where it has texts alone or is None, and its texts."""
+    if isinstance(stop, (bytes, bytearray)):  # which iterate as ids
+        raise wrong_type("stop", stop, "ids and texts")
+    if isinstance(stop, str) or not isinstance(stop, Iterable):
+        stop = [] if stop is None else [stop]
+        given = None if not stop or isinstance(stop[0], str) else stop
+    else:
+        stop = list(stop)
+        given = [x for x in stop if not isinstance(x, str)]
+        given = None if stop and not given else given
+    texts = [x for x in stop if isinstance(x, str)]
+    if "" in texts:
+        raise ValueError("(): stop has an empty text; expected at least one character in each")
+    return given, texts

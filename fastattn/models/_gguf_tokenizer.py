@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastattn._args.types import Array
 from fastattn._args.values import short
 from fastattn._gguf import Strings
 from fastattn.models._files import Config, ModelError, opened_gguf, require
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from fastattn._args.types import Array
 
 # Characters of tokens, each as often as it may be cut in two: 256,000 tokens of up to 512 have 1 << 24.
 _MOST_CUT = 1 << 26

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_type
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fastattn._args.types import Bools
-    from fastattn.models._text import Text
+from fastattn._args.types import Bools
+from fastattn.models._text import Text
 
 
 class Matcher:

@@ -8,15 +8,13 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastattn.models._files import GGUF, ModelError, is_name, read_json, require
 from fastattn.models._modules import ROUTERS, SPARSE_STATIC, STATIC, first_of, inner_folders
 from fastattn.models._tensors import INDEX, SHOWN, WEIGHTS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _NAME = re.compile(r"[\w-][\w.-]*/(?!.*\.gguf$)[\w-][\w.-]*")  # organisation/name, and no file
 # What is read of a model's folder, beside the weights; chat templates that have names lie in a folder.

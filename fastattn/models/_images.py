@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.types import Array, Shape
 from fastattn._args.values import as_array, is_float
 from fastattn.models._files import Config, ModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from fastattn._args.types import Array, Shape
 
 _WHOLE = 255  # of a pixel in integers
 _CHANNELS = 3

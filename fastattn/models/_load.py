@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -11,17 +12,24 @@ from typing import TYPE_CHECKING
 
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.ops import integer_activations
+from fastattn._args.options import NoOptions
 from fastattn._args.packed import INTEGERS, PackedLinear
+from fastattn._args.types import DTypeLike, Rounding
+from fastattn._args.values import short
 from fastattn._args.words import not_an_argument
 from fastattn.models import _gguf, _gguf_tokenizer
+from fastattn.models._classify import CrossEncoder
 from fastattn.models._decoder import Decoder
+from fastattn.models._encode_calls import routed
 from fastattn.models._encoder import Encoder
 from fastattn.models._families import bert, clip, deberta, gemma4, gpt, hybrid, jina, llama, rotary, t5
 from fastattn.models._files import GGUF, Config, ModelError, is_gguf
+from fastattn.models._gguf_names import known_name
+from fastattn.models._gguf_rows import ROWS, Row
 from fastattn.models._hub import place_of
 from fastattn.models._modules import SPARSE_STATIC, STATIC, first_of, router_of
+from fastattn.models._multi_vector import MultiVectorEncoder
 from fastattn.models._parameters import OF_FILE, Precision
-from fastattn.models._routes import routed
 from fastattn.models._sentences import Pooling
 from fastattn.models._source import Source
 from fastattn.models._sparse import SparseEncoder
@@ -31,17 +39,9 @@ from fastattn.models._tensors import Tensors
 from fastattn.models._towers import TwoTowers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import DTypeLike
     from typing_extensions import Unpack
 
-    from fastattn._args.options import NoOptions
-    from fastattn._args.types import Rounding
-    from fastattn.models._classify import CrossEncoder
-    from fastattn.models._multi_vector import MultiVectorEncoder
-
-    Loaded = Encoder | TwoTowers | CrossEncoder | SparseEncoder | MultiVectorEncoder | Decoder
+Loaded = Encoder | TwoTowers | CrossEncoder | SparseEncoder | MultiVectorEncoder | Decoder
 
 # By the `model_type` of config.json.
 _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
@@ -49,7 +49,6 @@ _BUILDERS: dict[str, Callable[[Source], Encoder | Decoder]] = {
     "albert": bert.albert,
     **dict.fromkeys(clip.TYPES, clip.clip),
     "deberta-v2": deberta.deberta,
-    "distilbert": bert.distilbert,
     **dict.fromkeys(("embedding_gemma2", "embedding_gemma2_text"), gemma4.embedding_gemma2),
     "gemma3": llama.gemma3,
     **dict.fromkeys(("gemma4", "gemma4_text"), gemma4.gemma4),
@@ -209,7 +208,11 @@ def _of_gguf(path: Path, precision: Precision) -> Encoder | Decoder:
         config, tensors = _gguf.config_of(path, file), Tensors.of_gguf(path, file, precision.weights, stack)
         source = Source(path, config, precision, stack, tensors=tensors)
         model_type = config.get("model_type", str)
-        source.rename(partial(_gguf.renamed, model_type))
+        factors = ROWS.get(model_type, Row()).factors.values()
+        for name in file.names:
+            if known_name(model_type, name) is None and name not in factors:
+                raise ModelError(f"{path}: the tensor {short(name)} is not known")
+        source.rename(lambda name: known_name(model_type, name) or name)
         source.tokenizer = _gguf_tokenizer.tokenizer_of
         try:
             model = _BUILDERS[model_type](source)

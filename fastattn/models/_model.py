@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastattn._args.attention import dropout_of
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.ops import cotangent, rows
-from fastattn._args.values import as_array, integers
+from fastattn._args.types import Array, ArrayLike, Bools, Ints, Rounding, Shape
+from fastattn._args.values import as_array, flag, integers
+from fastattn._engine.program import Program
+from fastattn._engine.steps import Sequences
+from fastattn._engine.tape import Drops, Tape
+from fastattn._engine.values import Gradients, Value
 from fastattn.grad import Pullback
-from fastattn.models._parameters import required
+from fastattn.models._embeddings import Embeddings
+from fastattn.models._parameters import Origin, Precision, required
+from fastattn.models._text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import ArrayLike
     from typing_extensions import Self
-
-    from fastattn._args.types import Array, Bools, Ints, Rounding, Shape
-    from fastattn._engine.program import Program
-    from fastattn._engine.tape import Tape
-    from fastattn._engine.values import Value
-    from fastattn.models._parameters import Origin, Precision
-    from fastattn.models._text import Text
 
 
 class Fixed:
@@ -62,6 +61,8 @@ class Model(Fixed):
     program: Program  # of the layers
     precision: Precision
     text: Text
+    max_length: int | None  # tokens of a sequence; None without a table of positions
+    embeddings: Embeddings
     origin: Origin | None = field(default=None, kw_only=True)  # the files, for what trains the model
 
     @property
@@ -125,6 +126,33 @@ class Model(Fixed):
             raise ValueError(f"{name}(): {most} tokens in a sequence; expected at most {longest}")
         return tokens, lengths, mask
 
+    def _record(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        types: Ints | None,
+        call: Sequences,
+        checkpoint: bool,
+        dropout: float,
+        seed: int | None,
+    ) -> Recorded:
+        """Hidden states of the last layer on a tape, of the tokens of sequences end to end."""
+        if not self.has_gradients:
+            raise NotImplementedError(f"(): models of type {self.model_type} have no gradients yet")
+        origin, checkpoint = required(self.origin), flag("checkpoint", checkpoint)
+        tape = Tape(drops=Drops(*dropout_of(dropout, seed)))
+        x = Value(self.embeddings(tokens, positions, types, self.dtype))
+        out = self.program.on(tape, x, call, checkpoint)
+
+        def finish() -> None:
+            self.embeddings.add_gradients(tape.gradients, x.found(), tokens, positions, types)
+            self._add_gradients(tape.gradients, call)
+
+        return Recorded(tape, out, finish, origin)
+
+    def _add_gradients(self, gradients: Gradients, call: Sequences) -> None:
+        """Add the gradients of what else made the arguments of a call."""
+
 
 @dataclass(slots=True, eq=False)
 class Recorded:
@@ -142,10 +170,10 @@ class Recorded:
         return self.origin.parameters.gradients(self.tape.gradients)
 
 
-def pullback_of(recorded: Recorded, mask: Bools | None, shape: Shape) -> Pullback:
-    """Map from the gradient of a result of `shape` to those of a model's tensors, by their names.
+def pulled(recorded: Recorded, mask: Bools | None, shape: Shape) -> tuple[Array, Pullback]:
+    """A result of `shape`, and the map from its gradient to those of a model's tensors, by their names.
 
-    It does not read its argument where a token does not count.
+    That does not read its argument where a token does not count.
     """
     dtype = recorded.out.array.dtype
 
@@ -155,7 +183,7 @@ def pullback_of(recorded: Recorded, mask: Bools | None, shape: Shape) -> Pullbac
     def back(dout: Array) -> dict[str, Array]:
         return recorded.gradients(rows(dout) if mask is None else dout[mask])
 
-    return Pullback(check, back)
+    return unpacked(recorded.out.array, mask, shape), Pullback(check, back)
 
 
 def unpacked(counted: Array, mask: Bools | None, shape: Shape) -> Array:

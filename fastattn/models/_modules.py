@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fastattn._args.values import short
 from fastattn.models._files import Config, ModelError, is_name, read_json, sentences_config
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    Module = tuple[str, Path]  # its kind, and its folder
+Module = tuple[str, Path]  # its kind, and its folder
 
 _PACKAGES = ("sentence_transformers.", "pylate.")  # whose modules are known; others may be called alike
 _JINA = "custom_st.Transformer"  # of jina-embeddings-v3, whose code is known by this key of config.json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastattn._args.errors import named
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, Bools, Ints, lane_dtype
 from fastattn._args.values import choice, short
 from fastattn.models._encode_calls import (
     Call,
@@ -21,19 +22,14 @@ from fastattn.models._encode_calls import (
 )
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import Config, ModelError, tokenizer_config
-from fastattn.models._sentences import applied
+from fastattn.models._sentences import Dense, LayerNorm, Normalize, applied
+from fastattn.models._text import Text
 from fastattn.models._vectors import maxsim, unit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array, Bools, Ints
-    from fastattn.models._sentences import Dense, LayerNorm, Normalize
-    from fastattn.models._text import Text
-
-    Names = tuple[str, ...]
+Names = tuple[str, ...]
 
 TASKS = ("query", "document")
 

@@ -6,17 +6,13 @@ Such a weight is two tensors, of blocks and of their scales, and becomes one in 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import numpy as np
 
+from fastattn._args.types import Array, Shape
 from fastattn._formats import FORMATS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from fastattn._args.types import Array, Shape
-    from fastattn._safetensors import TensorFile
+from fastattn._safetensors import TensorFile
 
 _OF_EXPERTS = re.compile(
     r"\.experts\.(?:gate_up|down)_proj(_bias|_blocks|_scales|)"

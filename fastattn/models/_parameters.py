@@ -6,10 +6,11 @@ Gradients go back the same way, from parameters to the tensors of the files.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,27 +18,17 @@ from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_type
 from fastattn._args.ops import integer_activations
 from fastattn._args.packed import BLOCK, BLOCKED, INTEGERS, STORED, PackArgs, PackedLinear
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, Rounding, Shape, lane_dtype
 from fastattn._args.values import as_array, is_float, short
 from fastattn._engine.settings import get_num_threads
+from fastattn._engine.values import Gradients, Parameter
 from fastattn.models._files import ModelError, require
 from fastattn.models._tensors import Part, Tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-    from pathlib import Path
-
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array, Rounding, Shape
-    from fastattn._engine.values import Gradients, Parameter
 
 DTYPES = ("float32", "float64", "bfloat16")
 WEIGHT_DTYPES = ("float32", "bfloat16", "int8", *BLOCKED)
 OF_FILE = "file"  # of each tensor the type that the file has it in, or the nearest one
 _Model = TypeVar("_Model")
-_Made = TypeVar("_Made")
-Made_co = TypeVar("Made_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +68,11 @@ class Precision:
         return f"{self.dtype}{kept}{rounded}"
 
 
-class Maker(Protocol[Made_co]):
-    """Maker of a parameter from `parts`: a new one, or the earlier one `over` again, in place."""
-
-    def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> Made_co:
-        """The parameter."""
-
-
 class Whole(NamedTuple):
     """Makes an array that is a tensor, in the tensor's type."""
 
     def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> Array:
-        """Make it; see `Maker`."""
+        """Make it: a new one, or the earlier one `over` again, in place."""
         return tensors.whole(parts[0].name, over)
 
 
@@ -106,7 +90,7 @@ class Vector(NamedTuple):
     of_rates: bool = False
 
     def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> Array:
-        """Make it; see `Maker`."""
+        """Make it; see `Whole`."""
         lane = lane_dtype(self.dtype)
         arrays = [np.atleast_1d(tensors.whole(part.name)) for part in parts]
         rows = zip(arrays, parts, strict=True)
@@ -145,8 +129,18 @@ class Packed(NamedTuple):
     stored: str
     tiles: tuple[int, int] = 1, 1  # of the input features in the file: see `PackArgs`
 
+    @property
+    def dtype(self) -> str:
+        """The type of the weight, which this stands for while tensors are checked."""
+        return self.stored
+
+    @property
+    def panels(self) -> Array:
+        """The numbers, of which there are none yet."""
+        return np.zeros(0)
+
     def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> PackedLinear:
-        """Make it; see `Maker`."""
+        """Make it; see `Whole`."""
         sizes, tiles = self[:4], self.tiles
         unit = BLOCK if self.stored in BLOCKED else STORED[self.stored].features
         head = self.in_features // math.prod(tiles)
@@ -169,8 +163,11 @@ class Computed(NamedTuple):
     function: Callable[..., Any]  # which pickle finds
 
     def make(self, parts: Sequence[Part], tensors: Tensors, over: Any = None) -> Any:
-        """Make it; see `Maker`."""
+        """Make it; see `Whole`."""
         return self.function(tensors, *(part.name for part in parts))
+
+
+Maker = Whole | Vector | Packed | Computed
 
 
 class Made(NamedTuple):
@@ -178,7 +175,7 @@ class Made(NamedTuple):
 
     parameter: Parameter
     parts: tuple[Part, ...]
-    maker: Maker[Any]
+    maker: Maker
 
     def reads(self, names: Collection[str]) -> bool:
         """Tell whether it depends on one of the tensors `names`."""
@@ -194,12 +191,11 @@ class Parameters:
     def __iter__(self) -> Iterator[Made]:
         return iter(self._made)
 
-    def make(self, maker: Maker[_Made], parts: Sequence[Part], tensors: Tensors) -> _Made:
+    def make(self, maker: Maker, parts: Sequence[Part], tensors: Tensors) -> Any:
         """A new parameter."""
-        made: Any = maker.make(parts, tensors)
+        made = maker.make(parts, tensors)
         self._made.append(Made(made, tuple(parts), maker))
-        parameter: _Made = made
-        return parameter
+        return made
 
     def shapes(self) -> dict[str, Shape]:
         """The shapes of the tensors, by their names."""
@@ -330,7 +326,7 @@ class TunedModel:
 
     def maps(self) -> set[str]:
         """The names of the weights of linear maps, without a table of tokens that is the output layer."""
-        names: set[str] = self.current.origin.parameters.maps(getattr(self.current, "tokens", None))
+        names: set[str] = self.current.origin.parameters.maps(self.current.embeddings.tokens)
         return names
 
     def put(self, tensors: Mapping[str, Array]) -> None:

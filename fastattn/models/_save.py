@@ -7,21 +7,18 @@ import os
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
+from fastattn._args.types import Array
 from fastattn._regular_files import replaced
 from fastattn.models._decoder import Decoder
 from fastattn.models._encoder import Encoder, EncoderWithHead
 from fastattn.models._files import ModelError, is_gguf, is_name, read_json, require
 from fastattn.models._parameters import required
 from fastattn.models._tensors import WEIGHTS
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _COPIED = ("*.json", "*.txt", "*.jinja", "*.model")  # files that say what a model is

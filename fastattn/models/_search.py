@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from fastattn._args.errors import named, wrong_shape
-from fastattn._args.types import NearestArgs, lane_dtype
+from fastattn._args.types import Array, ArrayLike, Ints, NearestArgs, lane_dtype
 from fastattn._args.values import choice, integer, is_float, real_array
 from fastattn._engine import dispatch, settings
 from fastattn.models._vectors import unit
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array, Ints
 
 _RUN = 1 << 12  # rows of the corpus that a thread looks at before it says which were the best
 _CANDIDATES = 1 << 22  # of all runs and some queries: 64 MB

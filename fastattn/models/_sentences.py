@@ -6,14 +6,17 @@ Pooling makes one vector of them, and the other modules change that vector.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.types import lane_dtype
+from fastattn._args.packed import PackedLinear
+from fastattn._args.types import Activation, Array, Ints, Rounding, lane_dtype
 from fastattn._args.values import choice, short
 from fastattn.models._files import Config, ModelError, sentences_config
 from fastattn.models._modules import (
@@ -25,19 +28,12 @@ from fastattn.models._modules import (
     task_of,
 )
 from fastattn.models._parameters import Precision
-from fastattn.models._source import Source
+from fastattn.models._source import Rows, Source
 from fastattn.models._text import string
 from fastattn.models._tokenizers import LENGTHS, check_transformer
 from fastattn.models._vectors import SIMILARITIES, unit
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Activation, Array, Ints, Rounding, Shape
-
-    Module = Callable[[Array], Array]  # of vectors (n, features)
+Module = Callable[[Array], Array]  # of vectors (n, features)
 
 
 class PoolingMode(NamedTuple):
@@ -175,18 +171,18 @@ class Dense:
         activation = name.rpartition(".")[2]
         if activation not in ACTIVATIONS:
             raise config.wrong("activation_function", name, f"one of {', '.join(ACTIVATIONS)}")
-        shapes: dict[str, Shape] = {"linear.weight": (n_out, n_in)}
-        if biased:
-            shapes["linear.bias"] = (n_out,)
-        if added and n_in != n_out:
-            shapes["residual.weight"] = (n_out, n_in)
         with ExitStack() as stack:
             source = Source(folder, config, Precision(dtype, dtype.name), stack)
-            source.expect(shapes, ("linear.", "residual."))
-            weight = source.pack(["linear.weight"])
-            bias = source.vector("linear.bias") if biased else None
-            residual = source.pack(["residual.weight"]) if "residual.weight" in shapes else added
-        return cls(weight, bias, ACTIVATIONS[activation], residual, activation == "Tanh"), n_out
+
+            def read() -> Dense:
+                weight = source.pack([Rows("linear.weight", (n_out, n_in))])
+                bias = source.vector(Rows("linear.bias", (n_out,))) if biased else None
+                residual: Any = added
+                if added and n_in != n_out:
+                    residual = source.pack([Rows("residual.weight", (n_out, n_in))])
+                return cls(weight, bias, ACTIVATIONS[activation], residual, activation == "Tanh")
+
+            return source.checked(read, own=("linear.", "residual.")), n_out
 
     def __call__(self, x: Array) -> Array:
         """The vectors (n, out_features) of vectors (n, in_features)."""
@@ -222,8 +218,8 @@ class LayerNorm:
         _require_features(config, "dimension", config.size("dimension"), features)
         with ExitStack() as stack:
             source = Source(folder, config, Precision(dtype, dtype.name), stack)
-            source.expect({"norm.weight": (features,), "norm.bias": (features,)}, ("norm.",))
-            return cls(source.vector("norm.weight"), source.vector("norm.bias")), features
+            weight, bias = (Rows(f"norm.{part}", (features,)) for part in ("weight", "bias"))
+            return source.checked(lambda: cls(source.vector(weight), source.vector(bias))), features
 
     def __call__(self, x: Array) -> Array:
         """The vectors (n, features), normalised."""
@@ -286,8 +282,7 @@ class Sentences:
         if default is not None and not (isinstance(default, str) and default in prompts):
             expected = f"one in 'prompts': {', '.join(map(short, prompts))}"
             raise config.wrong("default_prompt_name", default, expected)
-        kinds = {kind: kind for kind in SIMILARITIES}
-        similarity = "cosine" if by_token else config.choice("similarity_fn_name", kinds, "cosine")
+        similarity = "cosine" if by_token else config.one_of("similarity_fn_name", SIMILARITIES, "cosine")
         truncate_dim = config.optional_size("truncate_dim")
         return cls(pooling, tuple(modules), features, prompts, default, similarity, truncate_dim)
 

@@ -5,27 +5,23 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn import _safetensors
+from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.packed import PackedLinear
+from fastattn._args.types import Ints
 from fastattn._args.values import integer, integers, one_of
-from fastattn.models._embeddings import of_length
-from fastattn.models._model_cache import EVERY, ModelCache
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fastattn._args.types import Ints
-    from fastattn.layers._mixers import Kind
-    from fastattn.models._embeddings import Frequencies
-    from fastattn.models._model import Model
-    from fastattn.models._model_cache import KeyHeads
+from fastattn.layers._mixers import Kind
+from fastattn.models._embeddings import Frequencies, of_length
+from fastattn.models._model import Model
+from fastattn.models._model_cache import EVERY, KeyHeads, ModelCache
 
 _FORMAT = 3
 _KEY = "fastattn.session"  # of the values in a file's header
@@ -164,6 +160,14 @@ class Session:
         if cache.batch is not None:
             cache.truncate(length)
         return cache, self._ids[:length]
+
+
+def kept_as(given: Any, dtype: np.dtype[Any]) -> str | None:
+    """The argument `cache_dtype` of a model of `dtype`, checked."""
+    if given is None:
+        return None
+    why = "" if dtype == np.float32 else f" of a model in {dtype}"
+    return dtype_choice("cache_dtype", given, cache_dtypes(dtype), why)
 
 
 def cache_dtypes(dtype: np.dtype[Any]) -> tuple[str, ...]:

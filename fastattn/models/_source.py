@@ -4,31 +4,55 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
+from fastattn._args.ops import integer_activations
+from fastattn._args.packed import PackedLinear
+from fastattn._args.types import Array, Shape
 from fastattn._formats import FORMATS
 from fastattn.models._files import Config, ModelError, is_gguf, require
-from fastattn.models._parameters import OF_FILE, Computed, Origin, Packed, Parameters, Vector, Whole
+from fastattn.models._parameters import (
+    OF_FILE,
+    Computed,
+    Maker,
+    Origin,
+    Packed,
+    Parameters,
+    Precision,
+    Vector,
+    Whole,
+)
 from fastattn.models._tensors import SHOWN, Part, Tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import ExitStack
-
-    import numpy as np
-
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Shape
-    from fastattn.models._parameters import Maker, Precision
-
-    Rows = tuple[str, int, int]  # of the tensor of this name, from this row on, so many
 
 _Made = TypeVar("_Made")
 _FLOATS = ("F32", "F16", "BF16")  # as safetensors calls them
 _READ = (*_FLOATS, *FORMATS)  # and as GGUF calls its blocks
 NOTHING = re.compile("(?!)")  # matches no name
+
+
+class Rows(NamedTuple):
+    """Rows of the tensor of a name, which has this shape, from `begin` on: so many, or all."""
+
+    name: str
+    shape: Shape
+    begin: int = 0
+    number: int | None = None
+
+    def part(self, begin: int, number: int) -> Rows:
+        """Rows among these."""
+        return self._replace(begin=begin, number=number)
+
+    def halves(self, gate_first: bool) -> tuple[list[Rows], list[Rows]]:
+        """Rows that are the maps of a gated pair, up and gate."""
+        n = self.shape[0] // 2
+        first, second = [self.part(0, n)], [self.part(n, n)]
+        return (second, first) if gate_first else (first, second)
 
 
 class Source:
@@ -55,6 +79,7 @@ class Source:
         self.parameters = Parameters()
         self._stored = {name: name for name in self.tensors.names}
         self._prefix = ""
+        self._plans: list[dict[str, Shape]] = []  # shapes that `checked` hears of: also of copies
 
     @property
     def is_gguf(self) -> bool:
@@ -66,6 +91,11 @@ class Source:
         source = copy(self)
         source.config = config
         return source
+
+    @property
+    def is_planning(self) -> bool:
+        """Whether `checked` hears of tensors, whose sizes may be wrong."""
+        return bool(self._plans)
 
     @property
     def has_modules(self) -> bool:
@@ -133,16 +163,42 @@ class Source:
             raise config.wrong(key, depth, f"no more layers than {held}")
         return depth
 
-    def expect(
-        self, shapes: Mapping[str, Shape], own: tuple[str, ...], ignored: re.Pattern[str] = NOTHING
-    ) -> None:
+    def checked(
+        self,
+        read: Callable[[], _Made],
+        ignored: re.Pattern[str] = NOTHING,
+        own: tuple[str, ...] | None = None,
+        also: tuple[str, ...] = (),
+        others: tuple[str, ...] = (),
+    ) -> _Made:
+        """What `read` makes of tensors, of which it tells names and shapes: all are checked before.
+
+        It is called twice. At first parameters are made of nothing: they have their sizes alone. Names that
+        begin with one of `own` are all known; by default these are the first parts of those that it reads and
+        `also` these, but not `others`. See `_require` for `ignored`.
+        """
+        plan: dict[str, Shape] = {}
+        self._plans.append(plan)
+        try:
+            read()
+        finally:
+            self._plans.pop()
+        if own is None:
+            firsts = dict.fromkeys(f"{name.partition('.')[0]}." for name in plan)
+            own = (*also, *(first for first in firsts if first not in others))
+        self._require(plan, own, ignored)
+        return read()
+
+    def _require(self, shapes: Mapping[str, Shape], own: tuple[str, ...], ignored: re.Pattern[str]) -> None:
         """Raise one error with all tensors that are missing, of another shape, or not floating.
 
         A name that begins with one of `own` but is not in `shapes` is an error, too, as the computation would
         leave it out; unless `ignored` matches, whose tensors were not learned.
         """
         wrong, tensors = [], self.tensors
-        for name, shape in shapes.items():
+        # Those outside of blocks first: of many, a message shows a few.
+        in_block = re.compile(r"\.\d+\.").search
+        for name, shape in sorted(shapes.items(), key=lambda each: in_block(each[0]) is not None):
             if name not in self._stored:
                 wrong.append(f"{(self._prefix if name.startswith(own) else '') + name!r} is missing")
                 continue
@@ -168,81 +224,84 @@ class Source:
         """The shape of a tensor."""
         return self.tensors.shape(self._stored[name])
 
-    def table(self, name: str) -> Array:
+    def table(self, rows: str | Rows) -> Array:
         """A tensor as it is, in its own type."""
-        return self._make(Whole(), self._parts((name,)))
+        array: Array = self._make(Whole(), (rows,))
+        return array
 
     def vector(
         self,
-        *names: str | Rows,
+        *rows: str | Rows,
         shape: Shape | None = None,
         dtype: np.dtype[Any] | None = None,
-        begin: int = 0,
         offset: float = 0.0,
         added: str | None = None,
         scale: float = 1.0,
         of_rates: bool = False,
     ) -> Array:
-        """Tensors end to end, each from row `begin` on, by default in the type that the kernels compute in.
+        """Rows end to end, by default in the type that the kernels compute in.
 
         The `offset` is added, and the first row of the tensor `added`; the sum is times `scale`. Rows
         ``-exp(x)``, if they are `of_rates`, become x.
         """
-        parts = self._parts(names, begin)
+        parts = self._parts(rows)
         whole = (sum(part.rows for part in parts), *parts[0].shape[1:])
-        added = None if added is None else self._stored[added]
+        added = None if added is None else self._stored.get(added, added)
         dtype = self.precision.lane if dtype is None else dtype
         shape = whole if shape is None else shape
-        return self._make(Vector(shape, dtype, offset, added, scale, of_rates), parts)
+        array: Array = self._make(Vector(shape, dtype, offset, added, scale, of_rates), rows)
+        return array
 
     def pack(
         self,
         *maps: Sequence[str | Rows],
         transposed: bool = False,
-        begin: int = 0,
         stored: str | None = None,
         tiles: tuple[int, int] = (1, 1),
     ) -> PackedLinear:
-        """Tensors of a linear map, end to end, or those of a gated pair, up and gate, packed.
+        """Rows of a linear map, end to end, or those of a gated pair, up and gate, packed.
 
-        Tensors begin at row `begin`; `transposed` ones are (in, out). They are `stored` as the model's
-        weights are, or as this says. All axes but the first count as one, as of a convolution; `tiles` says
-        how a file has them: see `PackArgs`.
+        Tensors that are `transposed` are (in, out). They are `stored` as the model's weights are, or as this
+        says. All axes but the first count as one, as of a convolution; `tiles` says how a file has them: see
+        `PackArgs`.
         """
-        parts: list[Part] = []
-        for names in reversed(maps):
-            parts += self._parts(names, begin, transposed, sum(part.rows for part in parts))
+        rows = [each for names in reversed(maps) for each in names]
+        parts = self._parts(rows, transposed)
         shape = parts[0].shape
-        n_in = shape[0] if parts[0].transposed else math.prod(shape[1:])
+        n_in = shape[0] if transposed else math.prod(shape[1:])
         n_out = sum(part.rows for part in parts) // len(maps)
+        if stored is None and self.precision.weights != OF_FILE:
+            integer_activations(self.precision.activations, self.precision.weights, n_in)
         stored = stored or self.precision.weights
-        if stored == OF_FILE:
+        if stored == OF_FILE and not self._plans:
             stored = self.tensors.own_dtype(parts, self.precision.dtype.name)
-        return self._make(Packed(n_in, n_out, len(maps), stored, tiles), parts)
+        weight: PackedLinear = self._make(Packed(n_in, n_out, len(maps), stored, tiles), rows, transposed)
+        return weight
 
-    def halves(self, name: str, gate_first: bool) -> tuple[list[Rows], list[Rows]]:
-        """Rows of one tensor that are the maps of a gated pair, up and gate."""
-        n = self.shape(name)[0] // 2
-        first, second = [(name, 0, n)], [(name, n, n)]
-        return (second, first) if gate_first else (first, second)
-
-    def computed(self, function: Callable[..., Any], *names: str) -> Any:
+    def computed(self, function: Callable[..., Any], *rows: str | Rows) -> Any:
         """Parameter that ``function(tensors, *stored)`` makes; pickle must find the function."""
-        return self._make(Computed(function), self._parts(names))
+        return self._make(Computed(function), rows)
 
-    def _make(self, maker: Maker[_Made], parts: Sequence[Part]) -> _Made:
-        return self.parameters.make(maker, parts, self.tensors)
+    def _make(self, maker: Maker, rows: Sequence[str | Rows], transposed: bool = False) -> Any:
+        parts = self._parts(rows, transposed)
+        if not self._plans:
+            return self.parameters.make(maker, parts, self.tensors)
+        self._plans[-1].update((part.name, part.shape) for part in parts)
+        sized: Any = None if isinstance(maker, Computed) else maker
+        if isinstance(maker, (Whole, Vector)):
+            shape, dtype = (maker.shape, maker.dtype) if isinstance(maker, Vector) else (parts[0].shape, "f4")
+            sized = np.broadcast_to(np.zeros((), dtype), shape)
+        return sized
 
-    def _parts(
-        self, names: Sequence[str | Rows], begin: int = 0, transposed: bool = False, first: int = 0
-    ) -> list[Part]:
-        """Rows of each tensor, these or all from `begin` on, which follow one another in a parameter."""
-        parts = []
-        for rows in names:
-            name, start, count = (rows, begin, None) if isinstance(rows, str) else rows
-            shape = self.shape(name)
+    def _parts(self, rows: Sequence[str | Rows], transposed: bool = False) -> list[Part]:
+        """Parts of a parameter, in which these rows follow one another, by the names in the files."""
+        parts: list[Part] = []
+        first = 0
+        for each in rows:
+            name, shape, begin, count = Rows(each, self.shape(each)) if isinstance(each, str) else each
             if count is None:
-                count = (math.prod(shape[1:]) if transposed else shape[0] if shape else 1) - start
-            parts.append(Part(self._stored[name], shape, count, first, start, transposed))
+                count = (math.prod(shape[1:]) if transposed else shape[0] if shape else 1) - begin
+            stored = name if self._plans else self._stored[name]
+            parts.append(Part(stored, shape, count, first, begin, transposed))
             first += count
         return parts

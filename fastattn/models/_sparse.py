@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -9,25 +10,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastattn._args.errors import named, wrong_shape, wrong_type
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, Ints, lane_dtype
 from fastattn._args.values import integer
-from fastattn.models._encode_calls import Call, SparseOptions, TextEncoder, calls, one_or_several, watched
+from fastattn.models._encode_calls import (
+    Call,
+    Routes,
+    SparseOptions,
+    TextEncoder,
+    calls,
+    model_of,
+    one_or_several,
+    watched,
+)
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import require
-from fastattn.models._routes import Routes, model_of
-from fastattn.models._sentences import applied
+from fastattn.models._sentences import Dense, LayerNorm, applied
 from fastattn.models._vectors import similarities
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from typing_extensions import Unpack
 
-    from fastattn._args.types import Array, Ints
-    from fastattn.models._sentences import Dense, LayerNorm
-
-    Head = tuple[Dense, LayerNorm, Dense]
-    Names = tuple[str, ...]
+Head = tuple[Dense, LayerNorm, Dense]
+Names = tuple[str, ...]
 
 _LOGITS = 1 << 23  # at a time: 32 MB of float32, of hundreds of tokens where the vocabulary is BERT's
 STRATEGIES, FUNCTIONS = ("max", "sum"), ("relu", "log1p_relu")

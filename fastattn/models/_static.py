@@ -6,26 +6,23 @@ model2vec); a sparse one has the number of each token that a text has (SparseSta
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from fastattn._args.types import Array, Ints
 from fastattn.layers._block import model_program
 from fastattn.models._embeddings import Embeddings, SequenceRules
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import Config, sentences_config
 from fastattn.models._modules import SPARSE_STATIC, STATIC
 from fastattn.models._sentences import Sentences
+from fastattn.models._source import Rows, Source
 from fastattn.models._sparse import SparseEncoder, SpladePooling
 from fastattn.models._text import Text
 from fastattn.models._vectors import SIMILARITIES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastattn._args.types import Array, Ints
-    from fastattn.models._source import Source
 
 _TABLES = ("embedding.weight", "embeddings")  # as sentence-transformers and model2vec call it
 _WEIGHTS = "weight"
@@ -53,7 +50,7 @@ class StaticSparseEncoder(SparseEncoder):
         return self.encoder.vocab_size
 
     def _weighted(self, sequences: list[Ints], pooling: SpladePooling) -> Iterator[tuple[Ints, Array]]:
-        weights = self.encoder.embeddings.tokens[:, 0]
+        weights: Array = self.encoder.embeddings.tokens[:, 0]  # type: ignore[index]
         for ids in sequences:
             tokens = np.unique(ids)
             tokens = tokens[weights[tokens] != 0]
@@ -64,21 +61,21 @@ def static_encoder(source: Source) -> StaticEncoder:
     """Build an encoder of StaticEmbedding."""
     table = next((name for name in _TABLES if name in source), _TABLES[0])
     shape = source.shape(table) if table in source else ()
-    source.expect({table: shape if len(shape) == 2 else (0, 0)}, ("",))
+    rows = Rows(table, shape if len(shape) == 2 else (0, 0))
+    tokens = source.checked(lambda: source.table(rows), own=("",))
     text = Text(source.folder, None, shape[0], special=False, alone=True)
-    return _encoder(source, STATIC, source.table(table), text, Sentences.of(source, shape[1]))
+    return _encoder(source, STATIC, tokens, text, Sentences.of(source, shape[1]))
 
 
 def static_sparse_encoder(source: Source) -> StaticSparseEncoder:
     """Build a sparse encoder of SparseStaticEmbedding."""
     Config(source.folder / "config.json").refuse(path=None)
     (vocab, *_) = (*(source.shape(_WEIGHTS) if _WEIGHTS in source else ()), 0)
-    source.expect({_WEIGHTS: (vocab,)}, ("",))
-    weights = source.vector(_WEIGHTS, shape=(vocab, 1))
+    weights = source.checked(lambda: source.vector(Rows(_WEIGHTS, (vocab,)), shape=(vocab, 1)), own=("",))
     settings = sentences_config(source.outer)
     text = Text(source.folder, None, vocab, special=False)
     encoder = _encoder(source, SPARSE_STATIC, weights, text, Sentences.of(source, 1))
-    similarity = settings.choice("similarity_fn_name", {kind: kind for kind in SIMILARITIES}, "dot")
+    similarity = settings.one_of("similarity_fn_name", SIMILARITIES, "dot")
     most = settings.optional_size("max_active_dims")
     no_head: Any = ()
     return StaticSparseEncoder(encoder, no_head, SpladePooling(most=most), similarity)

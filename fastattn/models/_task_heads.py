@@ -7,35 +7,36 @@ of sentence-transformers and of PyLate.
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fastattn import ops
+from fastattn._args.packed import PackedLinear
+from fastattn._args.types import Array
 from fastattn._args.values import short
 from fastattn._engine.steps import NormStep
 from fastattn.models._blocks import ACTIVATIONS as OURS
 from fastattn.models._chat import ChatTemplate
 from fastattn.models._classify import CrossEncoder
+from fastattn.models._encoder import Encoder
 from fastattn.models._files import Config, ModelError, sentences_config
 from fastattn.models._modules import MASK, SCORE, is_cross_encoder, is_multi_vector, modules_of
 from fastattn.models._multi_vector import Expansion, MultiVectorEncoder, Settings
 from fastattn.models._sentences import ACTIVATIONS, Dense, LayerNorm, Normalize, Pooling
-from fastattn.models._sparse import FUNCTIONS, STRATEGIES, SparseEncoder, SpladePooling
+from fastattn.models._source import Rows, Source
+from fastattn.models._sparse import FUNCTIONS, STRATEGIES, Head, SparseEncoder, SpladePooling
+from fastattn.models._tensors import Tensors
 from fastattn.models._tokenizers import LENGTHS, transformer_settings
 from fastattn.models._vectors import SIMILARITIES
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    import numpy as np
-
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Shape
-    from fastattn.models._encoder import Encoder
-    from fastattn.models._source import Source
-    from fastattn.models._tensors import Tensors
+_LATE = "late"  # of `classifier_pooling`: the mean of the scores of all tokens
+_POOLINGS = {"cls": Pooling(("cls",)), "mean": Pooling(("mean",))}  # by `classifier_pooling`
+_EUROBERT = {"bos": _POOLINGS["cls"], "mean": _POOLINGS["mean"], _LATE: _POOLINGS["mean"]}
 
 
 class HeadNames(NamedTuple):
@@ -46,6 +47,8 @@ class HeadNames(NamedTuple):
     activation: str = "Tanh"
     norm: str | None = None  # after the activation
     last: bool = False  # of the last token, and without a bias; else of the first one, or as config.json says
+    poolings: Mapping[str, Pooling] = _POOLINGS  # by `classifier_pooling`, and its default
+    pooled: str = "cls"
 
 
 class VocabularyNames(NamedTuple):
@@ -71,7 +74,7 @@ _TEXT_HEADS = {
     "albert": HeadNames("pooler", "classifier"),
     "deberta-v2": HeadNames("pooler.dense", "classifier", "GELU"),
     "modernbert": HeadNames("head.dense", "classifier", "GELU", "head.norm"),
-    "eurobert": HeadNames("dense", "classifier", "GELU"),
+    "eurobert": HeadNames("dense", "classifier", "GELU", poolings=_EUROBERT, pooled=_LATE),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), HeadNames(None, "score", last=True)),
 }
 _VOCABULARY_HEADS = {
@@ -91,9 +94,6 @@ _VOCABULARY_HEADS = {
     ),
 }
 _LANGUAGE_MODELS = ("llama", "mistral", "qwen2", "qwen3")  # of LogitScore
-_LATE = "late"  # of `classifier_pooling`: the mean of the scores of all tokens
-_POOLINGS = {"cls": Pooling(("cls",)), "mean": Pooling(("mean",))}  # by `classifier_pooling`
-_EUROBERT = {"bos": _POOLINGS["cls"], "mean": _POOLINGS["mean"], _LATE: _POOLINGS["mean"]}
 _STANFORD = "HF_ColBERT"  # of `architectures` in config.json
 _QUERY_LENGTH = 32  # tokens of a query
 _BY_TOKEN = ("maxsim", "meanmaxsim")
@@ -110,9 +110,7 @@ def with_head(
 
     Where modules.json makes vectors of texts, that counts.
     """
-    said = source.config.values.get("architectures")
-    task = said[0] if isinstance(said, list) and said and isinstance(said[0], str) else ""
-    modules = modules_of(source.outer, source.route)
+    task, modules = source.config.architecture, modules_of(source.outer, source.route)
     if modules and modules[-1][0] == "SpladePooling":
         return _sparse_encoder(source, encoder, modules[-1][1])
     if modules and modules[-1][0] == SCORE:
@@ -129,7 +127,8 @@ def with_head(
         raise ModelError(f"{came}; expected an encoder, or a head for texts")
     if modules or not task.endswith(_TEXTS):
         if is_cross_encoder(source.folder):
-            came = f"'architectures' is {short(said)}, and the folder is one of a CrossEncoder"
+            said = short(source.config.values.get("architectures"))
+            came = f"'architectures' is {said}, and the folder is one of a CrossEncoder"
             raise ModelError(f"{source.config.path}: {came}; expected one that ends with {_TEXTS}")
         return encoder
     names = _TEXT_HEADS.get(encoder.model_type)
@@ -143,12 +142,10 @@ def with_head(
     activation = _activation(source.folder, source.config, count)
     if names.last:
         return CrossEncoder(encoder, head, labels, activation, Pooling(("lasttoken",)))
-    if encoder.model_type != "eurobert":
-        pooling = source.config.choice("classifier_pooling", _POOLINGS, "cls")
-        return CrossEncoder(encoder, head, labels, activation, pooling)
-    pooling = source.config.choice("classifier_pooling", _EUROBERT, _LATE)
-    said = source.config.get("classifier_pooling", str, _LATE)
-    source.config.refuse(clf_pooling=said)  # its name in older files
+    pooling = source.config.choice("classifier_pooling", names.poolings, names.pooled)
+    said = source.config.get("classifier_pooling", str, names.pooled)
+    if names.pooled == _LATE:
+        source.config.refuse(clf_pooling=said)  # its name in older files
     return CrossEncoder(encoder, head, labels, activation, pooling, late=said == _LATE)
 
 
@@ -156,33 +153,28 @@ def _read(source: Source, names: HeadNames, encoder: Encoder, count: int) -> tup
     """The layers one after another; they are small, and kept in the type that the kernels compute in."""
     config, hidden = source.config, encoder.hidden_size
     config.refuse(pooler_hidden_act="gelu", classifier_activation="gelu")  # DeBERTa's and ModernBERT's
-    shapes: dict[str, Shape] = {f"{names.outer}.weight": (count, hidden)}
-    if not names.last:
-        shapes[f"{names.outer}.bias"] = (count,)
-    if names.inner is not None:
-        shapes[f"{names.inner}.weight"] = hidden, hidden
-        if names.norm is None or config.get("classifier_bias", bool, False):
-            shapes[f"{names.inner}.bias"] = (hidden,)
-    if names.norm is not None:
-        shapes[f"{names.norm}.weight"] = (hidden,)
-        if config.get("norm_bias", bool, False):
-            shapes[f"{names.norm}.bias"] = (hidden,)
-    source.expect(shapes, ("pooler.",) if "pooler.dense.weight" in shapes else ())
-    source.expect(shapes, ("classifier.", "score."))  # and no other
+    has_inner_bias = names.norm is None or config.get("classifier_bias", bool, False)
+    has_norm_bias = names.norm is not None and config.get("norm_bias", bool, False)
 
-    def bias(name: str) -> Array | None:
-        return source.vector(f"{name}.bias") if f"{name}.bias" in shapes else None
+    def vector(name: str, n: int) -> Array:
+        return source.vector(Rows(name, (n,)))
 
-    def dense(name: str, activation: str) -> Dense:
-        weight = source.pack([f"{name}.weight"], stored=source.precision.lane.name)
-        return Dense(weight, bias(name), ACTIVATIONS[activation], tanh=activation == "Tanh")
+    def dense(name: str, out: int, activation: str, biased: bool) -> Dense:
+        weight = source.pack([Rows(f"{name}.weight", (out, hidden))], stored=source.precision.lane.name)
+        bias = vector(f"{name}.bias", out) if biased else None
+        return Dense(weight, bias, ACTIVATIONS[activation], tanh=activation == "Tanh")
 
-    layers: list[Dense | LayerNorm] = []
-    if names.inner is not None:
-        layers.append(dense(names.inner, names.activation))
-    if names.norm is not None:
-        layers.append(LayerNorm(source.vector(f"{names.norm}.weight"), bias(names.norm), _eps(encoder)))
-    return (*layers, dense(names.outer, "Identity"))
+    def read() -> tuple[Dense | LayerNorm, ...]:
+        layers: list[Dense | LayerNorm] = []
+        if names.inner is not None:
+            layers.append(dense(names.inner, hidden, names.activation, has_inner_bias))
+        if names.norm is not None:
+            bias = vector(f"{names.norm}.bias", hidden) if has_norm_bias else None
+            layers.append(LayerNorm(vector(f"{names.norm}.weight", hidden), bias, _eps(encoder)))
+        return (*layers, dense(names.outer, count, "Identity", not names.last))
+
+    own = "classifier.", "score.", *(("pooler.",) if names.inner == "pooler.dense" else ())
+    return source.checked(read, own=own)
 
 
 def _eps(encoder: Encoder) -> float:
@@ -219,33 +211,32 @@ def _sparse_encoder(source: Source, encoder: Encoder, inner: Path) -> SparseEnco
         came = f"'model_type' of SpladePooling is {encoder.model_type!r}"
         raise ModelError(f"{config.path}: {came}; expected {expected}")
     pooling = Config(inner / "config.json")
-    strategies, functions = ({name: name for name in kind} for kind in (STRATEGIES, FUNCTIONS))
     settings = sentences_config(source.outer)
     splade = SpladePooling(
-        pooling.choice("pooling_strategy", strategies, "max"),
-        pooling.choice("activation_function", functions, "relu"),
+        pooling.one_of("pooling_strategy", STRATEGIES, "max"),
+        pooling.one_of("activation_function", FUNCTIONS, "relu"),
         settings.optional_size("max_active_dims"),
     )
-    similarity = settings.choice("similarity_fn_name", {kind: kind for kind in SIMILARITIES}, "dot")
+    similarity = settings.one_of("similarity_fn_name", SIMILARITIES, "dot")
 
     tied = config.get("tie_word_embeddings", bool, True)
     output = source.tied(f"{names.table}.weight", f"{names.output}.weight", tied)
     bias = source.tied(names.bias, f"{names.output}.bias", tied)
     hidden, vocab = encoder.hidden_size, encoder.vocab_size
-    shapes: dict[str, Shape] = {output: (vocab, hidden), bias: (vocab,)}
-    shapes |= {f"{names.inner}.weight": (hidden, hidden)}
-    shapes |= dict.fromkeys((f"{names.inner}.bias", f"{names.norm}.weight", f"{names.norm}.bias"), (hidden,))
-    source.expect(shapes, ())
     activation = "gelu" if names.activation is None else config.choice(names.activation, OURS, "gelu")
-    dense, norm, rounded = names.inner, names.norm, source.precision.activations
-    inner_map = source.pack([f"{dense}.weight"]), source.vector(f"{dense}.bias")
-    norm_vectors = source.vector(f"{norm}.weight"), source.vector(f"{norm}.bias")
-    head = (
-        Dense(*inner_map, activation, rounded=rounded),
-        LayerNorm(*norm_vectors, _eps(encoder)),
-        Dense(source.pack([output]), source.vector(bias), rounded=rounded),
-    )
-    return SparseEncoder(encoder, head, splade, similarity)
+    rounded = source.precision.activations
+
+    def vector(name: str, n: int = hidden) -> Array:
+        return source.vector(Rows(name, (n,)))
+
+    def read() -> Head:
+        weight = source.pack([Rows(f"{names.inner}.weight", (hidden, hidden))])
+        dense = Dense(weight, vector(f"{names.inner}.bias"), activation, rounded=rounded)
+        norm = LayerNorm(vector(f"{names.norm}.weight"), vector(f"{names.norm}.bias"), _eps(encoder))
+        weight = source.pack([Rows(output, (vocab, hidden))])
+        return dense, norm, Dense(weight, vector(bias, vocab), rounded=rounded)
+
+    return SparseEncoder(encoder, source.checked(read, own=()), splade, similarity)
 
 
 def _logit_score_encoder(source: Source, encoder: Encoder, inner: Path, activation: str) -> CrossEncoder:
@@ -267,8 +258,9 @@ def _logit_score_encoder(source: Source, encoder: Encoder, inner: Path, activati
             raise config.wrong(name, token, f"less than 'vocab_size' of config.json, {encoder.vocab_size}")
     tied = source.config.get("tie_word_embeddings", bool, False)
     output = source.tied("embed_tokens.weight", "lm_head.weight", tied)
-    source.expect({output: (encoder.vocab_size, encoder.hidden_size)}, ())
-    weight = source.computed(partial(_difference, ids, source.precision.lane), output)
+    rows = Rows(output, (encoder.vocab_size, encoder.hidden_size))
+    make = partial(_difference, ids, source.precision.lane)
+    weight = source.checked(lambda: source.computed(make, rows), own=())
     template = ChatTemplate.of(source.folder)
     head = (Dense(weight, None),)
     return CrossEncoder(encoder, head, ("LABEL_0",), activation, Pooling(("lasttoken",)), template)

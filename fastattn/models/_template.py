@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from jinja2 import Template
-    from jinja2.parser import Parser
-
 
 # What Jinja raises, or a template by what it does; others come from elsewhere, as from a signal's handler.
 FAILURES = (

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastattn._args.coded import Layout
 from fastattn._args.pack import native
-from fastattn._args.packed import BLOCKED, PackArgs, RowBlock, columns, has_minima, is_finite
+from fastattn._args.packed import BLOCKED, PackArgs, PackedLinear, RowBlock, columns, has_minima, is_finite
+from fastattn._args.types import Array, Shape
 from fastattn._args.values import short
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
 from fastattn._formats import FORMATS, Format
+from fastattn._gguf import GgufFile
 from fastattn._safetensors import TensorFile
 from fastattn.models import _gguf, _mxfp4
 from fastattn.models._files import ModelError, is_gguf, is_name, lfs_hint, read_json, require
 from fastattn.models._files import opened as in_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import ExitStack
-    from pathlib import Path
-
-    from fastattn._args.coded import Layout
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Shape
-    from fastattn._gguf import GgufFile
-    from fastattn.models._mxfp4 import Mxfp4Expert
+from fastattn.models._mxfp4 import Mxfp4Expert
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Bytes that a thread reads at a time and packs at once, while they are in a cache; and threads that do so.

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from fastattn._args.errors import named, put_name
+from fastattn._args.types import Ints
 from fastattn._args.values import MOST_SIZE, as_array, integer, iterated, several, short
 from fastattn.models._files import ModelError, tokenizer_config
 from fastattn.models._tokenizers import GENERIC, length_limit, open_tokenizer, read
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from fastattn._args.types import Ints
-
-    _Input = str | tuple[str, ...]
+_Input = str | tuple[str, ...]
 
 _T = TypeVar("_T")
 

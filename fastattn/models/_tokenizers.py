@@ -9,15 +9,13 @@ import base64
 import copy
 import json
 import re
+from collections.abc import Callable, Iterator
 from math import prod
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from fastattn._args.values import short
 from fastattn.models._files import Config, ModelError, lfs_hint, read_json, require, tokenizer_config
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 # The module Transformer says what it is in the first of these that holds anything.
 _SETTINGS = [
@@ -29,7 +27,7 @@ _PLACES = {"trust_remote_code", "cache_dir", "revision", "code_revision", "token
 _OF_CONFIG = {*_PLACES, "use_cache", "attn_implementation", "use_memory_efficient_attention", "unpad_inputs"}
 _OF_MODEL = {*_OF_CONFIG, "torch_dtype", "dtype", "device_map", "low_cpu_mem_usage", "use_safetensors",
              "add_pooling_layer"}  # fmt: skip
-SIDES = {side: side for side in ("left", "right")}
+SIDES = "left", "right"
 _CASES = {  # keys of transformers, and what the normalizer of BERT calls them
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
@@ -72,7 +70,7 @@ def check_transformer(folder: Path, task: str | None, read_elsewhere: tuple[str,
     for key, value in config.values.items():
         if key not in (*_KNOWN, *read_elsewhere) and value is not None:
             raise config.wrong(key, value, "none of this name")
-    said = config.choice("transformer_task", {name: name for name in _TASKS}, task or "feature-extraction")
+    said = config.one_of("transformer_task", _TASKS, task or "feature-extraction")
     if task is not None and (said, task) != ("any-to-any", "text-generation"):  # of texts they are the same
         config.refuse(transformer_task=task)
     for name, changes_nothing in (("model", _OF_MODEL), ("config", _OF_CONFIG)):
@@ -151,7 +149,7 @@ def open_tokenizer(
         tokenizer.add_special_tokens([tokenizers.AddedToken(token, **how) for token in tokens])
     side = (tokenizer.truncation or {}).get("direction", "right")
     for each in (config, processor):
-        side = each.choice("truncation_side", SIDES, side)
+        side = each.one_of("truncation_side", SIDES, side)
     if limit is None:
         tokenizer.no_truncation()
     else:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
 from fastattn import ops
 from fastattn._args.errors import named, wrong_shape
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import Array, ArrayLike, lane_dtype
 from fastattn._args.values import choice, float_array, iterated, real_array
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array
 
 PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
 RANGED = ("int8", "uint8")  # in which a vector depends on all others

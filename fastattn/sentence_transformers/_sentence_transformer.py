@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastattn import models
 from fastattn._args.errors import named
 from fastattn._args.values import choice, integer
-from fastattn.models._encode_calls import one_or_several
-from fastattn.models._routes import model_of
+from fastattn.models._encode_calls import model_of, one_or_several
 from fastattn.models._vectors import PRECISIONS, quantize_embeddings
 from fastattn.sentence_transformers._base import (
     Options,

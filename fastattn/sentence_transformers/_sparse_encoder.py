@@ -10,9 +10,8 @@ from fastattn import models
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.values import integer
 from fastattn.models import _sparse
-from fastattn.models._encode_calls import one_or_several
+from fastattn.models._encode_calls import model_of, one_or_several
 from fastattn.models._files import require
-from fastattn.models._routes import model_of
 from fastattn.sentence_transformers._base import (
     Options,
     Vectors,

@@ -179,7 +179,7 @@ def test_families(kind, stored, tmp_path):
     assert error.max() < (1e-2 if rounded else 1e-5) or kind in tiny.EXPERTS
     assert len(list(own.generate([1, 2, 3], 4))) == 4
     if kind == "gemma4_text" and stored in FORMATS:
-        assert own.layer_tokens.dtype == FORMATS[stored].packed
+        assert own.layer_embeddings.tokens.dtype == FORMATS[stored].packed
     for step in own.program.steps:
         if type(step).__name__ == "ExpertsStep" and stored in FORMATS:
             assert step.experts.router.dtype == "float32"

@@ -12,7 +12,7 @@ from tiny_models import DECODERS, EXPERTS, VOCAB
 from fastattn import models
 from fastattn._engine.steps import GateStep
 from fastattn.layers._mixers import MixStep
-from fastattn.models import _decoder as decoder
+from fastattn.models import _generation as generation
 from fastattn.models._sampling import Sampler
 
 TOLERANCE = 1e-5
@@ -32,7 +32,7 @@ class Recorded(Sampler):
 @pytest.fixture
 def logits_of(monkeypatch):
     """The logits (steps, batch, vocab) of generating after prompts: the best tokens, or those `told`."""
-    monkeypatch.setattr(decoder, "Sampler", Recorded)
+    monkeypatch.setattr(generation, "Sampler", Recorded)
 
     def run(model, prompts, steps=6, told=None, **options):
         monkeypatch.setattr(Recorded, "seen", [])

@@ -12,7 +12,7 @@ from tiny_models import CONFIGS, DECODERS, ENCODERS, EXPERTS, VOCAB
 from fastattn import models
 from fastattn._args.packed import PackedLinear
 from fastattn._engine import memory
-from fastattn.models import _decoder as decoder
+from fastattn.models import _generation as generation
 from fastattn.models._parameters import Parameters
 from fastattn.models._sampling import Sampler, Sampling
 
@@ -242,7 +242,7 @@ class Recorded(Sampler):
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_generation_is_the_full_pass_step_by_step(kind, tmp_path, implementation, monkeypatch):
-    monkeypatch.setattr(decoder, "Sampler", Recorded)
+    monkeypatch.setattr(generation, "Sampler", Recorded)
     monkeypatch.setattr(Recorded, "seen", [])
     model = loaded(tmp_path, kind)
     prompts = [some_ids(n, seed=n).tolist() for n in (7, 1, 4)]
@@ -266,7 +266,7 @@ def test_generation_is_the_full_pass_step_by_step(kind, tmp_path, implementation
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2", "qwen3"])
 def test_generation_in_other_types(kind, options, bound, tmp_path, monkeypatch):
-    monkeypatch.setattr(decoder, "Sampler", Recorded)
+    monkeypatch.setattr(generation, "Sampler", Recorded)
     monkeypatch.setattr(Recorded, "seen", [])
     model = loaded(tmp_path, kind, **options)
     prompt = some_ids(5).tolist()
@@ -311,7 +311,7 @@ def test_sequences_end_at_stop_tokens(tmp_path):
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}])
 def test_sequences_that_have_ended_are_computed_no_more(kind, options, tmp_path, monkeypatch):
     """The other sequences go on as before, also where frequencies depend on the longest one."""
-    monkeypatch.setattr(decoder, "Sampler", Recorded)
+    monkeypatch.setattr(generation, "Sampler", Recorded)
     monkeypatch.setattr(Recorded, "seen", [])
     changes = {"max_position_embeddings": 8} if kind == "llama" else {}
     scaling = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}} if kind == "llama" else {}

@@ -186,7 +186,7 @@ def result(kind, c, t, ids):
     eps = c.get("layer_norm_eps", c.get("layer_norm_epsilon", 1e-12))
     layers = size(c, "num_hidden_layers", "n_layers", "n_layer")
     theta, slower = _rotation(c, h // heads)
-    padding = {"mpnet": 1, "roberta": c.get("pad_token_id")}.get(kind)
+    padding = 1 if kind == "mpnet" else c.get("pad_token_id")
 
     def norm(x, name):
         return layer_norm(x, t, name, eps)

@@ -9,15 +9,14 @@ scores by distance, from one table for all blocks.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from fastattn.models._blocks import BlockNames, Blocks, Keys
 from fastattn.models._embeddings import BucketBiases
+from fastattn.models._encoder import Encoder
 from fastattn.models._families.shared import ModelNames, read_encoder
-
-if TYPE_CHECKING:
-    from fastattn.models._encoder import Encoder
-    from fastattn.models._source import Source
+from fastattn.models._source import Rows, Source
 
 BERT = ModelNames(
     tokens="embeddings.word_embeddings",
@@ -40,10 +39,6 @@ BERT = ModelNames(
 _OLD_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")  # names of TensorFlow, and so of bert-base-uncased
 _NEW_NORM = {"gamma": "weight", "beta": "bias"}
 
-# Whether positions begin after the padding token's id.
-_COUNTS = {"bert": False, **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), True)}
-TYPES = tuple(_COUNTS)
-
 _DISTILBERT = BERT._replace(
     types=None,
     block=BlockNames(
@@ -58,7 +53,6 @@ _DISTILBERT = BERT._replace(
     ),
     prefixes=("distilbert.",),
 )
-_DISTILBERT_KEYS = Keys("dim", "hidden_dim", "n_heads", "n_layers", eps=None, activation="activation")
 
 _ALBERT = BERT._replace(
     widened="encoder.embedding_hidden_mapping_in",
@@ -90,26 +84,43 @@ _BUCKETS, _MAX_DISTANCE = 32, 128  # whatever config.json says, transformers has
 _FIRST = 2  # MPNet's positions begin after the padding token's id, which is 1
 
 
+class _Family(NamedTuple):
+    """A family like BERT: names of tensors, keys of config.json, and what differs from BERT."""
+
+    names: ModelNames = BERT
+    keys: Keys = Keys()
+    types: int | None = 2  # the default of `type_vocab_size`; None: there are no token types
+    counts: bool = False  # positions begin after the padding token's id
+    only: Mapping[str, Any] = {}  # what alone is supported of keys
+
+
+_BERT = _Family(
+    only={"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
+)
+FAMILIES = {
+    "bert": _BERT,
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), _BERT._replace(counts=True)),
+    "distilbert": _Family(
+        _DISTILBERT, Keys("dim", "hidden_dim", "n_heads", "n_layers", eps=None, activation="activation"), None
+    ),
+}
+TYPES = tuple(FAMILIES)
+
+
 def bert(source: Source) -> Encoder:
-    """Build BERT, RoBERTa, XLM-RoBERTa or CamemBERT."""
+    """Build a model of one of `TYPES`."""
     config = source.config
-    table, blocks = config.size("max_position_embeddings"), Blocks.of(source, BERT.block)
-    config.refuse(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
-    counts = config.choice("model_type", _COUNTS)
-    first = config.size("pad_token_id", 1, low=0) + 1 if counts else 0
+    family = config.choice("model_type", FAMILIES)
+    names, table = family.names, config.size("max_position_embeddings")
+    blocks = Blocks.of(source, names.block, family.keys)
+    config.refuse(**family.only)
+    first = config.size("pad_token_id", 1, low=0) + 1 if family.counts else 0
     if first >= table:
         expected = f"'max_position_embeddings' - 1, {table - 1}, as positions begin after it"
         raise config.wrong("pad_token_id", first - 1, f"less than {expected}")
     source.rename(lambda name: _OLD_NORM.sub(lambda found: f"LayerNorm.{_NEW_NORM[found[1]]}", name))
-    return read_encoder(BERT, blocks, types=config.size("type_vocab_size", 2), positions=table, first=first)
-
-
-def distilbert(source: Source) -> Encoder:
-    """Build DistilBERT."""
-    config = source.config
-    config.refuse_others(hidden_size="dim", num_attention_heads="n_heads", num_hidden_layers="n_layers")
-    blocks = Blocks.of(source, _DISTILBERT.block, _DISTILBERT_KEYS)
-    return read_encoder(_DISTILBERT, blocks, positions=config.size("max_position_embeddings"))
+    types = 0 if family.types is None else config.size("type_vocab_size", family.types)
+    return read_encoder(names, blocks, types=types, positions=table, first=first)
 
 
 def albert(source: Source) -> Encoder:
@@ -120,14 +131,15 @@ def albert(source: Source) -> Encoder:
     if layers > _MOST_LAYERS:
         raise config.wrong("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
     config.values.setdefault("num_hidden_groups", 1)
-    blocks = Blocks.of(source, _ALBERT.block, Keys(layers="num_hidden_groups"), activation="gelu_new")
+    groups = source.depth("num_hidden_groups")
+    blocks = Blocks.of(source, _ALBERT.block, num_layers=groups, activation="gelu_new")
     return read_encoder(
         _ALBERT,
         blocks,
         types=config.size("type_vocab_size", 2),
         positions=config.size("max_position_embeddings"),
         features=config.size("embedding_size", 128),
-        order=[int(i / (layers / blocks.num_layers)) for i in range(layers)],  # as transformers rounds,
+        order=[int(i / (layers / groups)) for i in range(layers)],  # as transformers rounds,
     )
 
 
@@ -144,6 +156,5 @@ def mpnet(source: Source) -> Encoder:
         blocks,
         positions=table,
         first=_FIRST,
-        others={_BIASES: (_BUCKETS, blocks.heads)},
-        biases=lambda: BucketBiases(source.vector(_BIASES), _MAX_DISTANCE),
+        biases=lambda: BucketBiases(source.vector(Rows(_BIASES, (_BUCKETS, blocks.heads))), _MAX_DISTANCE),
     )

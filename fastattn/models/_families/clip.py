@@ -8,33 +8,25 @@ ends them. SigLIP's are padded, padding is attended, and their vector is that of
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.ops import integer_activations
+from fastattn._args.types import Array
 from fastattn.layers._block import Projection, model_program
 from fastattn.models._blocks import BlockNames, Blocks
 from fastattn.models._embeddings import SequenceRules
-from fastattn.models._encoder import Encoder
 from fastattn.models._families.shared import ModelNames, read_encoder
-from fastattn.models._files import ModelError, opened, require
+from fastattn.models._files import Config, ModelError, opened, require
 from fastattn.models._images import Images
 from fastattn.models._sentences import Sentences
+from fastattn.models._source import Rows, Source
+from fastattn.models._tensors import Tensors
 from fastattn.models._text import Text
-from fastattn.models._towers import TextHead, TwoTowers
-from fastattn.models._vision import ClassToken, Probe, Vision
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from fastattn._args.types import Array, Shape
-    from fastattn.models._files import Config
-    from fastattn.models._source import Source
-    from fastattn.models._tensors import Tensors
+from fastattn.models._towers import ClassToken, Probe, TextHead, TwoTowers, Vision
 
 _SIZES: Any = {
     "num_hidden_layers": 12,
@@ -135,37 +127,31 @@ def clip(source: Source) -> TwoTowers:
             )
 
     head = "text_projection" if is_clip else "text_model.head"
-    shapes = _vision_shapes(images, patch, (size // patch) ** 2, is_clip)
-    shapes |= {f"{head}.weight": (features, texts.hidden), "logit_scale": () if is_clip else (1,)}
+    positions, end_id, pad_id, end = text.size("max_position_embeddings"), 0, None, "last"
     if is_clip:
-        shapes["visual_projection.weight"] = features, images.hidden
+        end_id = text.size("eos_token_id", low=0)
+        end = "largest" if end_id == _OLD_END else "first"
     else:
-        shapes |= {f"{head}.bias": (features,), "logit_bias": (1,)}
-    encoder = read_encoder(
-        _NAMES,
-        texts,
-        positions=text.size("max_position_embeddings"),
-        causal=is_clip,
-        others=shapes,
-        sentences=Sentences.of(source, features, towers=True),
-    )
-    end_id = text.size("eos_token_id", low=0) if is_clip else 0
-    own = {field.name: getattr(encoder, field.name) for field in fields(Encoder)} | {"model_type": model_type}
-    if is_clip:
-        own["text"] = Text(source.folder, encoder.max_length, other=_tokenizer)
-    return TwoTowers(
-        **own,
-        vision=_vision(images, vision, is_clip),
-        text_head=TextHead(
-            _map(source, head, biased=not is_clip),
-            ("largest" if end_id == _OLD_END else "first") if is_clip else "last",
-            end_id,
-            None if is_clip else text.size("pad_token_id", low=0),
-        ),
-        images=Images.of(source.folder, size, kind.images),
-        scale=source.table("logit_scale"),
-        shift=None if is_clip else source.table("logit_bias"),
-    )
+        pad_id = text.size("pad_token_id", low=0)
+
+    def read() -> dict[str, Any]:
+        tower = _vision(images, size, patch, features, is_clip)
+        projection = _map(source, head, features, texts.hidden, biased=not is_clip)
+        found = {
+            "model_type": model_type,
+            "vision": tower,
+            "text_head": TextHead(projection, end, end_id, pad_id),
+            "images": None if source.is_planning else Images.of(source.folder, size, kind.images),
+            "scale": source.table(Rows("logit_scale", () if is_clip else (1,))),
+            "shift": None if is_clip else source.table(Rows("logit_bias", (1,))),
+        }
+        return found | ({"text": Text(source.folder, positions, other=_tokenizer)} if is_clip else {})
+
+    sentences = Sentences.of(source, features, towers=True)
+    how: Any = {"positions": positions, "causal": is_clip, "sentences": sentences}
+    model: Any = read_encoder(_NAMES, texts, others=read, kind=TwoTowers, **how)
+    towers: TwoTowers = model
+    return towers
 
 
 def _tower(config: Config, name: str, usual: dict[str, Any]) -> Config:
@@ -180,73 +166,49 @@ def _blocks(source: Source, config: Config, tower: str) -> Blocks:
     return Blocks.of(source.with_config(config), _block(tower), eps=None, activation=None)
 
 
-def _vision_shapes(blocks: Blocks, patch: int, patches: int, is_clip: bool) -> dict[str, Shape]:
-    """The shape of every tensor of the tower of images."""
-    hidden, inner = blocks.hidden, blocks.inner
-    shapes: dict[str, Shape] = {f"{_PATCHES}.weight": (hidden, 3, patch, patch), **blocks.shapes()}
-    shapes |= {_POSITIONS: (patches + is_clip, hidden), **blocks.norm_shapes(_LAST_NORM)}
-    if is_clip:
-        return {**shapes, _TOKEN: (hidden,), **blocks.norm_shapes(_FIRST_NORM)}
-    shapes |= {f"{_PATCHES}.bias": (hidden,), f"{_PROBE}probe": (1, 1, hidden)}
-    shapes |= blocks.norm_shapes(f"{_PROBE}layernorm")
-    maps = {
-        "attention.in_proj_": (3 * hidden, hidden),
-        "attention.out_proj.": (hidden, hidden),
-        "mlp.fc1.": (inner, hidden),
-        "mlp.fc2.": (hidden, inner),
-    }
-    for name, shape in maps.items():
-        shapes |= {f"{_PROBE}{name}weight": shape, f"{_PROBE}{name}bias": shape[:1]}
-    return shapes
-
-
-def _map(source: Source, name: str, biased: bool = True) -> Projection:
+def _map(source: Source, name: str, out: int, *shape: int, biased: bool = True) -> Projection:
     """A map of vectors that have been pooled, whose inputs are not rounded."""
-    return Projection(source.pack([f"{name}.weight"]), source.vector(f"{name}.bias") if biased else None)
+    bias = source.vector(Rows(f"{name}.bias", (out,))) if biased else None
+    return Projection(source.pack([Rows(f"{name}.weight", (out, *shape))]), bias)
 
 
-def _vision(blocks: Blocks, config: Config, is_clip: bool) -> Vision:
-    """The tower of images, whose tensors are there."""
-    source, patch = blocks.source, config.size("patch_size")
-    precision = source.precision
-    integer_activations(precision.activations, precision.weights, 3 * patch * patch)
-    norm = blocks.norm(_LAST_NORM)
+def _vision(blocks: Blocks, size: int, patch: int, features: int, is_clip: bool) -> Vision:
+    """The tower of images."""
+    source, hidden, each = blocks.source, blocks.hidden, blocks.read()
+    dtype, patches = source.precision.dtype, (size // patch) ** 2
+    norm, token = blocks.norm(_LAST_NORM), None
     if is_clip:
-        program, windows = model_program(blocks.read(), blocks.norm(_FIRST_NORM), rounds=True)
-        token = source.vector(_TOKEN, added=_POSITIONS, dtype=precision.dtype)
-        head: ClassToken | Probe = ClassToken(norm, _map(source, "visual_projection", biased=False))
+        program, windows = model_program(each, blocks.norm(_FIRST_NORM), rounds=True)
+        token = source.vector(Rows(_TOKEN, (hidden,)), added=_POSITIONS, dtype=dtype)
+        projection = _map(source, "visual_projection", features, hidden, biased=False)
+        head: ClassToken | Probe = ClassToken(norm, projection)
     else:
-        program, windows = model_program(blocks.read(), None, norm, rounds=True)
-        token, head = None, _probe(blocks)
-    patches = _map(source, _PATCHES, biased=not is_clip)._replace(activations=precision.activations)
-    return Vision(
-        image_size=config.size("image_size"),
-        patch_size=patch,
-        patches=patches,
-        token=token,
-        positions=source.vector(_POSITIONS, begin=int(is_clip), dtype=precision.dtype),
-        program=program,
-        sequence_rules=SequenceRules(windows),
-        head=head,
-    )
+        program, windows = model_program(each, None, norm, rounds=True)
+        head = _probe(blocks)
+    squares = _map(source, _PATCHES, hidden, 3, patch, patch, biased=not is_clip)
+    squares = squares._replace(activations=source.precision.activations)
+    rows = Rows(_POSITIONS, (patches + is_clip, hidden), int(is_clip))
+    positions = source.vector(rows, dtype=dtype)
+    return Vision(size, patch, squares, token, positions, program, SequenceRules(windows), head)
 
 
 def _probe(blocks: Blocks) -> Probe:
     """The head, whose query is the same for all images."""
-    source, hidden, joint = blocks.source, blocks.hidden, f"{_PROBE}attention.in_proj_"
+    source, hidden, inner, joint = blocks.source, blocks.hidden, blocks.inner, f"{_PROBE}attention.in_proj_"
     make = partial(_query, blocks.heads, source.precision.lane, source.precision.weights)
+    weight, bias = Rows(f"{joint}weight", (3 * hidden, hidden)), Rows(f"{joint}bias", (3 * hidden,))
     return Probe(
-        q=source.computed(make, f"{_PROBE}probe", f"{joint}weight", f"{joint}bias"),
+        q=source.computed(make, Rows(f"{_PROBE}probe", (1, 1, hidden)), weight, bias),
         kv=Projection(
-            source.pack([f"{joint}weight"], begin=hidden),
-            source.vector(f"{joint}bias", begin=hidden),
+            source.pack([weight.part(hidden, 2 * hidden)]),
+            source.vector(bias.part(hidden, 2 * hidden)),
             source.precision.activations,
         ),
-        attended=_map(source, f"{_PROBE}attention.out_proj"),
+        attended=_map(source, f"{_PROBE}attention.out_proj", hidden, hidden),
         norm=blocks.norm(f"{_PROBE}layernorm"),
-        inner=_map(source, f"{_PROBE}mlp.fc1"),
+        inner=_map(source, f"{_PROBE}mlp.fc1", inner, hidden),
         activation=blocks.activation,
-        outer=_map(source, f"{_PROBE}mlp.fc2"),
+        outer=_map(source, f"{_PROBE}mlp.fc2", hidden, inner),
     )
 
 

@@ -9,27 +9,23 @@ import re
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn import ops
-from fastattn._engine.steps import AttendStep, Step
+from fastattn._args.types import Array, Ints
+from fastattn._engine.steps import AttendStep, Sequences, Step, Values
+from fastattn._engine.tape import Tape
 from fastattn.functional import disentangled_attention
 from fastattn.functional._relative import deberta_buckets
 from fastattn.models._blocks import Blocks
+from fastattn.models._encoder import Encoder
 from fastattn.models._families.bert import BERT
 from fastattn.models._families.shared import read_encoder
-from fastattn.models._files import ModelError
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, Ints, Shape
-    from fastattn._engine.steps import Sequences, Values
-    from fastattn._engine.tape import Tape
-    from fastattn.models._encoder import Encoder
-    from fastattn.models._files import Config
-    from fastattn.models._source import Source
-    from fastattn.models._tensors import Tensors
+from fastattn.models._files import Config, ModelError
+from fastattn.models._source import Rows, Source
+from fastattn.models._tensors import Tensors
 
 _NAMES = BERT._replace(
     positions=None,
@@ -86,79 +82,62 @@ def deberta(source: Source) -> Encoder:
         raise ModelError(f"{config.path}: 'relative_attention' is false; only true is supported")
     blocks = Blocks.of(source, _NAMES.block, eps=1e-7)
     absolute = config.get("position_biased_input", bool, True)
-    relative = _Relative(source, blocks, longest)
-    encoder = read_encoder(
-        _NAMES._replace(positions=BERT.positions) if absolute else _NAMES,
-        blocks,
-        types=config.size("type_vocab_size", 0, low=0),
-        positions=longest,
-        longest=longest,
-        others=relative.shapes(),
-    )
-    steps = tuple(map(relative.step, encoder.program.steps))
-    return replace(encoder, program=replace(encoder.program, steps=steps))
+    heads, hidden, lane = blocks.heads, blocks.hidden, source.precision.lane
+    kinds, shared = _kinds(config), config.get("share_att_key", bool, False)
+    normed = "layer_norm" in config.get("norm_rel_ebd", str, "none").lower().split("|")
+    farthest = _size(config, "max_relative_positions") or longest
+    buckets = _size(config, "position_buckets")
+    span, max_distance = buckets or farthest, farthest if buckets else None
+    if blocks.eps > float(np.finfo(lane).max):
+        raise config.wrong("layer_norm_eps", blocks.eps, f"a number above 0 that {lane} holds")
+    if buckets == 1:
+        raise config.wrong("position_buckets", buckets, "at least 2")
+    if buckets and farthest < (least := span // 2 + 2):
+        came = f"'max_relative_positions' is {farthest} with {buckets} 'position_buckets'"
+        raise ModelError(f"{config.path}: {came}; expected at least {least}")
+    norms = [Rows(f"{_NORM}.{part}", (hidden,)) for part in ("weight", "bias") if normed]
+    vectors, tables = [Rows(_RELATIVE, (2 * span, hidden)), *norms], list[dict[str, Array]]()
+    make = partial(_mapped, heads, blocks.eps, lane)
 
+    def table(prefix: str, kind: str) -> Array:
+        name = f"{prefix}attention.self.{_MAPS[kind][0 if shared else 1]}"
+        found: Array = source.computed(
+            make, Rows(f"{name}.weight", (hidden, hidden)), Rows(f"{name}.bias", (hidden,)), *vectors
+        )
+        return found
 
-class _Relative:
-    """The relative positions in a model's files."""
+    def read() -> dict[str, Any]:
+        prefixes = map(_NAMES.block.prefix.format, range(blocks.num_layers))
+        tables[:] = [{kind: table(prefix, kind) for kind in kinds} for prefix in prefixes]
+        return {}
 
-    def __init__(self, source: Source, blocks: Blocks, longest: int):
-        config = source.config
-        self._source, self._blocks = source, blocks
-        self._kinds = _kinds(config)
-        self._shared = config.get("share_att_key", bool, False)
-        self._normed = "layer_norm" in config.get("norm_rel_ebd", str, "none").lower().split("|")
-        farthest = _size(config, "max_relative_positions") or longest
-        buckets = _size(config, "position_buckets")
-        self._span, self._max_distance = buckets or farthest, farthest if buckets else None
-        self._longest = longest
-        if blocks.eps > float(np.finfo(source.precision.lane).max):
-            expected = f"a number above 0 that {source.precision.lane} holds"
-            raise config.wrong("layer_norm_eps", blocks.eps, expected)
-        if buckets == 1:
-            raise config.wrong("position_buckets", buckets, "at least 2")
-        if buckets and farthest < (least := self._span // 2 + 2):
-            came = f"'max_relative_positions' is {farthest} with {buckets} 'position_buckets'"
-            raise ModelError(f"{config.path}: {came}; expected at least {least}")
-
-    def _maps(self, layer: int) -> dict[str, str]:
-        prefix = _NAMES.block.prefix.format(layer)
-        own = 0 if self._shared else 1
-        return {kind: f"{prefix}attention.self.{_MAPS[kind][own]}" for kind in self._kinds}
-
-    def shapes(self) -> dict[str, Shape]:
-        """The shapes of the tensors."""
-        hidden = self._blocks.hidden
-        shapes: dict[str, Shape] = {_RELATIVE: (2 * self._span, hidden)}
-        if self._normed:
-            shapes |= self._blocks.norm_shapes(_NORM)
-        for layer in range(self._blocks.num_layers):
-            for name in self._maps(layer).values():
-                shapes |= {f"{name}.weight": (hidden, hidden), f"{name}.bias": (hidden,)}
-        return shapes
-
-    def step(self, step: Step) -> Step:
-        """An attention by these positions, or the step itself if it is none."""
+    def disentangled(step: Step) -> Step:
         if not isinstance(step, AttendStep):
             return step
-        norm = (f"{_NORM}.weight", f"{_NORM}.bias") if self._normed else ()
-        make = partial(_mapped, step.heads, self._blocks.eps, self._source.precision.lane)
-        tables: dict[str, Array] = {
-            kind: self._source.computed(make, f"{name}.weight", f"{name}.bias", _RELATIVE, *norm)
-            for kind, name in self._maps(step.first_kv // step.heads_kv).items()
-        }
+        own = tables[step.first_kv // step.heads_kv]
         return DisentangledStep(
             step.x,
             step.out,
             step.heads,
             step.heads_kv,
             step.head_dim,
-            scale=(step.head_dim * (1 + len(tables))) ** -0.5,
-            position_keys=tables.get("c2p"),
-            position_queries=tables.get("p2c"),
-            max_distance=self._max_distance,
-            longest=min(self._longest, _MOST_READY),
+            scale=(step.head_dim * (1 + len(own))) ** -0.5,
+            position_keys=own.get("c2p"),
+            position_queries=own.get("p2c"),
+            max_distance=max_distance,
+            longest=min(longest, _MOST_READY),
         )
+
+    encoder = read_encoder(
+        _NAMES._replace(positions=BERT.positions) if absolute else _NAMES,
+        blocks,
+        types=config.size("type_vocab_size", 0, low=0),
+        positions=longest,
+        longest=longest,
+        others=read,
+    )
+    steps = tuple(map(disentangled, encoder.program.steps))
+    return replace(encoder, program=replace(encoder.program, steps=steps))
 
 
 def _mapped(heads: int, eps: float, lane: np.dtype[Any], tensors: Tensors, *names: str) -> Array:

@@ -10,19 +10,23 @@ such layers, whose second vectors are computed from the first ones alone.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from fastattn._args.types import Array
 from fastattn._engine.experts import Experts
-from fastattn._engine.steps import INPUTS, AddStep, LinearStep, NormStep, X
-from fastattn.layers._block import BesideExperts, LayerInput, Norm
-from fastattn.models._blocks import Blocks
+from fastattn._engine.steps import INPUTS, AddStep, LinearStep, NormStep, Step, X
+from fastattn.layers._block import BesideExperts, Block, LayerInput, Norm, Window
+from fastattn.models._blocks import Blocks, linear
+from fastattn.models._decoder import Decoder
+from fastattn.models._embeddings import Embeddings, Frequencies
 from fastattn.models._encoder import Encoder, ProjectedEncoder
 from fastattn.models._families.gpt import renamed
-from fastattn.models._families.hybrid import linear, require_decoder
+from fastattn.models._families.hybrid import require_decoder
 from fastattn.models._families.llama import (
     HEAD_NORMS,
     KEYS,
@@ -44,25 +48,17 @@ from fastattn.models._families.shared import (
     tables_of_kinds,
     windows_of,
 )
+from fastattn.models._files import Config
 from fastattn.models._sentences import Sentences
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fastattn._args.types import Array, Shape
-    from fastattn._engine.steps import Step
-    from fastattn.layers._block import Block, Window
-    from fastattn.models._decoder import Decoder
-    from fastattn.models._embeddings import Frequencies
-    from fastattn.models._files import Config
-    from fastattn.models._source import Source
-    from fastattn.models._tensors import Tensors
+from fastattn.models._source import Rows, Source
+from fastattn.models._tensors import Tensors
 
 _NAMES = LLAMA.block._replace(
     inner_norm="pre_feedforward_layernorm",
     post_norms=POST_NORMS,
     head_norms=HEAD_NORMS,
 )
+GEMMA4 = LLAMA._replace(block=_NAMES)
 _QUERIES, _KEYS, _VALUES = LLAMA.block.qkv
 _TABLE, _MAP, _NORM = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
 _GATE, _OUTER, _POST = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
@@ -85,67 +81,27 @@ class _Blocks(Blocks):
     each: tuple[Blocks, ...] = ()
     givers: tuple[int | None, ...] = ()  # the block whose keys each one attends
     inputs: int = 0  # features of a block's part of the inputs
-    tables: bool = True  # whether these have a table of tokens, and not what is computed alone
-    beside: int = 0  # experts beside each feed-forward: how many, how many for a token, and their features
-    beside_chosen: int = 0
-    beside_inner: int = 0
+    # Experts beside each feed-forward: how many, how many for a token, and their features.
+    beside: tuple[int, int, int] | None = None
 
-    def shapes(self) -> dict[str, Shape]:
-        """The shape of every tensor of every block, by its name, and of those for the inputs."""
-        of_kinds = {id(own): own.shapes() for own in self.each}
-        found: dict[str, Shape] = {}
-        for i, own in enumerate(self.each):
-            prefix, n = self.names.prefix.format(i), self.inputs
-            found |= {name: x for name, x in of_kinds[id(own)].items() if name.startswith(prefix)}
-            found |= {prefix + name: shape for name, shape in self._expert_shapes().items()}
-            found[prefix + _SCALAR] = (1,)
-            if n:
-                found |= {
-                    f"{prefix}{_GATE}.weight": (n, self.hidden),
-                    f"{prefix}{_OUTER}.weight": (self.hidden, n),
-                }
-                found[f"{prefix}{_POST}.weight"] = (self.hidden,)
-        if n := self.inputs:
-            features = self.num_layers * n
-            rows = self.source.config.size("vocab_size_per_layer_input", 262144)
-            found |= {f"{_MAP}.weight": (features, self.hidden), f"{_NORM}.weight": (n,)}
-            if self.tables:
-                found[f"{_TABLE}.weight"] = rows, features
-        return found
-
-    def _expert_shapes(self) -> dict[str, Shape]:
-        """The shapes of what a block has for experts, by the names in it."""
-        if not self.beside:
-            return {}
-        count, inner, hidden = self.beside, self.beside_inner, self.hidden
-        found: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in _EXPERT_NORMS}
-        found |= {"router.proj.weight": (count, hidden), "router.scale": (hidden,)}
-        found["router.per_expert_scale"] = (count,)
-        for i in range(count):
-            found |= {
-                f"experts.{i}.gate_up_proj.weight": (2 * inner, hidden),
-                f"experts.{i}.down_proj.weight": (hidden, inner),
-            }
-        return found
-
-    def _experts(self, prefix: str) -> BesideExperts:
-        source, numbers = self.source, range(self.beside)
-        lane = source.precision.lane
-        pairs = [source.halves(f"{prefix}experts.{i}.gate_up_proj.weight", gate_first=True) for i in numbers]
+    def _experts(self, prefix: str, count: int, chosen: int, inner: int) -> BesideExperts:
+        source, hidden = self.source, self.hidden
+        each = [f"{prefix}experts.{i}" for i in range(count)]
+        firsts = [Rows(f"{name}.gate_up_proj.weight", (2 * inner, hidden)) for name in each]
         maps = (
-            tuple(source.pack(*pair) for pair in pairs),
-            tuple(source.pack([f"{prefix}experts.{i}.down_proj.weight"]) for i in numbers),
+            tuple(source.pack(*rows.halves(gate_first=True)) for rows in firsts),
+            tuple(source.pack([Rows(f"{name}.down_proj.weight", (hidden, inner))]) for name in each),
         )
-        rounding = source.precision.rounding(maps[0][0])
+        router = Rows(f"{prefix}router.proj.weight", (count, hidden))
         experts = Experts(
-            source.pack([f"{prefix}router.proj.weight"], stored=lane.name),
+            source.pack([router], stored=source.precision.lane.name),
             maps,
-            self.beside_chosen,
+            chosen,
             True,
-            rounding,
-            scales=source.vector(f"{prefix}router.per_expert_scale"),
+            source.precision.rounding(maps[0][0]),
+            scales=source.vector(Rows(f"{prefix}router.per_expert_scale", (count,))),
         )
-        scale = source.vector(f"{prefix}router.scale", scale=self.hidden**-0.5)
+        scale = source.vector(Rows(f"{prefix}router.scale", (hidden,)), scale=hidden**-0.5)
         before, own, theirs = (self.norm(prefix + name) for name in _EXPERT_NORMS)
         return BesideExperts(experts, before, Norm("rms_norm", scale, None, self.eps), own, theirs)
 
@@ -157,20 +113,24 @@ class _Blocks(Blocks):
             block = replace(block, head_norms=(*block.head_norms, Norm("rms_norm", ones, None, self.eps)))
         added = None
         if self.inputs:
-            gate, outer = (linear(source, prefix + name) for name in (_GATE, _OUTER))
+            gate = linear(source, prefix + _GATE, self.inputs, self.hidden)
+            outer = linear(source, prefix + _OUTER, self.hidden, self.inputs)
             added = LayerInput(gate, outer, self.norm(prefix + _POST), i * self.inputs)
-        scalar = source.computed(partial(_filled, self.hidden, source.precision.dtype), prefix + _SCALAR)
-        beside = self._experts(prefix) if self.beside else None
+        filled = partial(_filled, self.hidden, source.precision.dtype)
+        scalar = source.computed(filled, Rows(prefix + _SCALAR, (1,)))
+        beside = None if self.beside is None else self._experts(prefix, *self.beside)
         ending: Any = {"layer_input": added, "scale_of_all": scalar}
         return replace(block, keys_from=self.givers[i], beside=beside, **ending)
 
     def layer_inputs(self) -> LayerInputs:
         """The table of the tokens' second vectors, and what is added to it for all blocks."""
         source, half, name = self.source, 2**-0.5, "inputs of layers"
-        is_file = source.is_gguf  # whose table may be in blocks
-        table: Any = source.pack([f"{_TABLE}.weight"]) if is_file else source.table(f"{_TABLE}.weight")
+        vocab = source.config.size("vocab_size_per_layer_input", 262144)
+        rows = Rows(f"{_TABLE}.weight", (vocab, self.all_inputs))
+        table: Any = source.pack([rows]) if source.is_gguf else source.table(rows)  # which may be in blocks
         steps = [*self.computed_inputs(name, half), AddStep(name, INPUTS, INPUTS, self.all_inputs)]
-        return LayerInputs(table, float(source.precision.dtype.type(self.inputs**0.5)) * half, steps)
+        scale = float(source.precision.dtype.type(self.inputs**0.5)) * half
+        return LayerInputs(Embeddings(table, scale=scale), steps)
 
     @property
     def all_inputs(self) -> int:
@@ -180,10 +140,11 @@ class _Blocks(Blocks):
     def computed_inputs(self, out: str, scale: float = 1.0) -> list[Step]:
         """Steps that compute inputs of all blocks from the tokens' vectors, times `scale`, to a buffer."""
         shape = (self.num_layers, self.inputs)
-        norm = self.source.vector(*[f"{_NORM}.weight"] * self.num_layers, shape=shape, scale=scale)
+        rows = Rows(f"{_NORM}.weight", (self.inputs,))
+        norm = self.source.vector(*[rows] * self.num_layers, shape=shape, scale=scale)
         # The map's result is times hidden**-0.5, which a norm does not see but for its eps.
         return [
-            LinearStep(X, out, *linear(self.source, _MAP)),
+            LinearStep(X, out, *linear(self.source, _MAP, self.all_inputs, self.hidden)),
             NormStep(out, out, "rms_norm", norm, None, self.eps * self.hidden),
         ]
 
@@ -233,11 +194,10 @@ def gemma4(source: Source) -> Decoder:
     vocab, own_vocab = config.size("vocab_size"), config.size("vocab_size_per_layer_input", 262144)
     if inputs and own_vocab < vocab:
         raise config.wrong("vocab_size_per_layer_input", own_vocab, f"at least 'vocab_size', {vocab}")
-    beside = {}
+    beside = None
     if config.get("enable_moe_block", bool, False):
         counts = expert_counts(source, "num_experts", None, "top_k_experts")
-        inner = config.size("moe_intermediate_size")
-        beside = {"beside": counts["experts"], "beside_chosen": counts["chosen"], "beside_inner": inner}
+        beside = counts["experts"], counts["chosen"], config.size("moe_intermediate_size")
     widest = max(variants.values(), key=lambda own: own.heads * own.head_dim, default=base)
     blocks = _Blocks(
         **{name: getattr(widest, name) for name in Blocks.__dataclass_fields__ if name != "inner"},
@@ -245,13 +205,12 @@ def gemma4(source: Source) -> Decoder:
         each=tuple(variants[kind, i >= first] for i, kind in enumerate(kinds)),
         givers=givers,
         inputs=inputs,
-        **beside,
+        beside=beside,
     )
     cap = config.values.get("final_logit_softcapping")
     unread = "|".join(str(i) for i in range(first, count)) or "(?!)"
     return read_decoder(
-        LLAMA._replace(
-            block=_NAMES,
+        GEMMA4._replace(
             ignored=re.compile(rf"layers\.({unread})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."),
         ),
         blocks,
@@ -277,21 +236,22 @@ def embedding_gemma2(source: Source) -> Encoder:
         each=tuple(own[kind] for kind in kinds),
         givers=(None,) * count,
         inputs=config.size("hidden_size_per_layer_input", 512),
-        tables=False,
     )
     features = config.size("embedding_dim", 768)
-    encoder = read_encoder(
-        LLAMA._replace(block=_NAMES),
+    return read_encoder(
+        GEMMA4,
         blocks,
         longest=config.optional_size("max_position_embeddings"),
         **_how(source, base, kinds, sizes, causal=False),
-        others={f"{_PROJECTION}.weight": (features, base.hidden)},
+        others=lambda: {
+            "projection": linear(source, _PROJECTION, features, base.hidden),
+            "hidden_size": features,
+        },
+        kind=ProjectedEncoder,
         sentences=Sentences.of(source, features),
         before=lambda: blocks.computed_inputs(INPUTS),
         inputs=blocks.all_inputs,
     )
-    held = {field.name: getattr(encoder, field.name) for field in fields(Encoder)} | {"hidden_size": features}
-    return ProjectedEncoder(**held, projection=linear(source, _PROJECTION))
 
 
 def _how(

@@ -7,9 +7,9 @@ are kept within bounds, and every other layer a window.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from fastattn.models._blocks import BlockNames, Blocks, Keys
+from fastattn.models._decoder import Decoder
 from fastattn.models._families.llama import EXPERTS, KEYS, decoder_blocks, with_block
 from fastattn.models._families.shared import (
     ModelNames,
@@ -20,10 +20,7 @@ from fastattn.models._families.shared import (
     windows_of,
 )
 from fastattn.models._files import Config
-
-if TYPE_CHECKING:
-    from fastattn.models._decoder import Decoder
-    from fastattn.models._source import Source
+from fastattn.models._source import Source
 
 _GPT2 = ModelNames(
     prefixes=("transformer.",),
@@ -48,7 +45,6 @@ _GPT2_KEYS = Keys("n_embd", "n_inner", "n_head", "n_layer", "layer_norm_epsilon"
 def gpt2(source: Source) -> Decoder:
     """Build GPT-2."""
     config = source.config
-    config.refuse_others(hidden_size="n_embd", num_attention_heads="n_head", num_hidden_layers="n_layer")
     config.refuse_others(max_position_embeddings="n_positions")
     inner = config.optional_size("n_inner") or 4 * config.size("n_embd")
     blocks = Blocks.of(source, _GPT2.block, _GPT2_KEYS, eps=1e-5, activation="gelu_new", inner=inner)
@@ -66,7 +62,7 @@ def gpt2(source: Source) -> Decoder:
 
 _OF_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(_bias|)\.(\d+)$")
 # In GGUF files; in folders, gate and up of an expert are one tensor, in turns.
-_NAMES = with_block(router="mlp.router", sinks="self_attn.sinks.weight", **EXPERTS)
+GPT_OSS = with_block(router="mlp.router", sinks="self_attn.sinks.weight", **EXPERTS)
 _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -75,15 +71,15 @@ _YARN = {
 
 def gpt_oss(source: Source) -> Decoder:
     """Build GPT-OSS."""
-    config, all_names = source.config, _NAMES
+    config, all_names = source.config, GPT_OSS
     if not source.is_gguf:
         source.rename(renamed)
         both, transposed = "gate_up_proj", "MXFP4" not in map(source.tensors.kind, source.tensors.names)
         all_names = with_block(
-            _NAMES,
+            GPT_OSS,
             gate=both,
             inner=both,
-            transposed_experts=(both, _NAMES.block.outer) if transposed else (),
+            transposed_experts=(both, GPT_OSS.block.outer) if transposed else (),
             sinks="self_attn.sinks",
         )
     names = all_names.block

@@ -10,48 +10,37 @@ from __future__ import annotations
 import math
 import re
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fastattn._args.channels import MOST_WIDTH
+from fastattn._args.types import Array, Shape
+from fastattn.layers._block import Projection
 from fastattn.layers._delta_rules import DeltaMixer
-from fastattn.layers._mixers import ConvolutionMixer
+from fastattn.layers._mixers import ConvolutionMixer, Mixer
 from fastattn.layers._state_space import Mamba2Mixer
-from fastattn.models._blocks import Keys, projection
+from fastattn.models._blocks import Keys, linear, projection
+from fastattn.models._decoder import Decoder
 from fastattn.models._families.llama import (
     EXPERTS,
     HEAD_NORMS,
     decoder_blocks,
     multiplied,
+    qwen_experts,
     with_block,
     without_offset,
 )
 from fastattn.models._families.shared import ALL, expert_counts, frequencies, kinds_of, read_decoder
-from fastattn.models._files import ModelError
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Shape
-    from fastattn.layers._block import Projection
-    from fastattn.layers._mixers import Mixer
-    from fastattn.models._decoder import Decoder
-    from fastattn.models._files import Config
-    from fastattn.models._source import Source
+from fastattn.models._files import Config, ModelError
+from fastattn.models._source import Rows, Source
 
 _KEYS = Keys(eps="rms_norm_eps", activation=None)
-
-
-def linear(source: Source, name: str, biased: bool = False) -> Projection:
-    """The linear map `name`."""
-    bias = source.vector(f"{name}.bias") if biased else None
-    return projection(source, source.pack([f"{name}.weight"]), bias)
 
 
 def require_decoder(source: Source) -> None:
     """Raise if the folder is that of an encoder, or of another task."""
     config = source.config
-    said = config.values.get("architectures")
-    first = str(next(iter(said), "")) if isinstance(said, list) else ""
-    if first.endswith(("Classification", "QuestionAnswering")):
-        raise config.wrong("architectures", said, "a language model")
+    if config.architecture.endswith(("Classification", "QuestionAnswering")):
+        raise config.wrong("architectures", config.values["architectures"], "a language model")
     if source.has_modules:
         came = f"{source.folder / 'modules.json'} makes an encoder of it"
         raise ModelError(f"{came}; expected a language model, where layers are recurrent")
@@ -66,7 +55,7 @@ def convolved_tokens(config: Config, key: str, usual: int) -> int:
     return width
 
 
-_LFM2 = with_block(
+LFM2 = with_block(
     attention_norm="operator_norm",
     attended="self_attn.out_proj",
     inner_norm="ffn_norm",
@@ -84,20 +73,14 @@ class _Convolutions(NamedTuple):
     biased: bool
     flat: bool  # the convolution's weight has two axes, as in GGUF
 
-    def shapes(self, hidden: int) -> dict[str, Shape]:
-        """The shapes of a mixer's tensors."""
-        rows = {"conv.conv": hidden, "conv.in_proj": 3 * hidden, "conv.out_proj": hidden}
-        shapes: dict[str, Shape] = {f"{name}.weight": (n, hidden) for name, n in rows.items()}
-        shapes["conv.conv.weight"] = (hidden, self.width) if self.flat else (hidden, 1, self.width)
-        return shapes | {f"{name}.bias": (n,) for name, n in rows.items() if self.biased}
-
-    def read(self, source: Source, prefix: str) -> tuple[Projection, Mixer, Projection]:
-        """The map in, the mixer, and the map out."""
-        convolution, *maps = (f"{prefix}conv.{name}" for name in ("conv", "in_proj", "out_proj"))
-        channels = source.shape(f"{convolution}.weight")[0]
-        taps = source.vector(f"{convolution}.weight", shape=(channels, 1, self.width))
-        first, second = (linear(source, name, self.biased) for name in maps)
-        bias = source.vector(f"{convolution}.bias") if self.biased else None
+    def __call__(self, source: Source, prefix: str, hidden: int) -> tuple[Projection, Mixer, Projection]:
+        """Read one."""
+        name, width = f"{prefix}conv.conv", self.width
+        rows = Rows(f"{name}.weight", (hidden, width) if self.flat else (hidden, 1, width))
+        taps = source.vector(rows, shape=(hidden, 1, width))
+        first = linear(source, f"{prefix}conv.in_proj", 3 * hidden, hidden, self.biased)
+        second = linear(source, f"{prefix}conv.out_proj", hidden, hidden, self.biased)
+        bias = source.vector(Rows(f"{name}.bias", (hidden,))) if self.biased else None
         return first, ConvolutionMixer(taps, bias), second
 
 
@@ -114,7 +97,7 @@ def lfm2(source: Source) -> Decoder:
     width, biased = convolved_tokens(config, "conv_L_cache", 3), config.get("conv_bias", bool, False)
     blocks = decoder_blocks(
         source,
-        _LFM2.block,
+        LFM2.block,
         _KEYS._replace(eps="norm_eps"),
         heads_kv=8,
         eps=1e-5,
@@ -125,7 +108,7 @@ def lfm2(source: Source) -> Decoder:
     )
     tied: Any = config.get("tie_word_embeddings", bool, True)
     return read_decoder(
-        _LFM2,
+        LFM2,
         blocks,
         frequencies=lambda: (frequencies(config, blocks.head_dim, 1e6),),
         tied=config.get("tie_embedding", bool, tied),
@@ -157,6 +140,8 @@ _GRANITE_EXPERTS = with_block(
     shared=(None, "shared_mlp."),
 )
 _OF_EXPERTS = re.compile(r"\.block_sparse_moe\.(\w+)_linear\.weight\.(\d+)")
+# A GGUF file has the halves of gated pairs apart.
+GRANITE_FILES = with_block(_GRANITE_EXPERTS, inner="up_proj", gate="gate_proj", outer="down_proj")
 
 
 class _Mambas(NamedTuple):
@@ -173,36 +158,27 @@ class _Mambas(NamedTuple):
     limits: tuple[float, float]
     of_file: bool  # a GGUF file has -exp(A_log), an axis more of A_log, D and norms, one less of convolutions
 
-    def shapes(self, hidden: int) -> dict[str, Shape]:
-        """The shapes of a mixer's tensors."""
-        inner = self.heads * self.head_dim
-        mixed = inner + 2 * self.groups * self.states
-        rows = {"in_proj": inner + mixed + self.heads, "out_proj": hidden}
-        shapes: dict[str, Shape] = {f"{name}.bias": (n,) for name, n in rows.items() if self.biased}
-        shapes |= {"in_proj.weight": (rows["in_proj"], hidden), "out_proj.weight": (hidden, inner)}
-        shapes |= {"conv1d.weight": (mixed, 1, self.width), "norm.weight": (inner,)}
-        shapes |= {"conv1d.bias": (mixed,)} if self.conv_biased else {}
-        shapes |= dict.fromkeys(("dt_bias", "A_log", "D"), (self.heads,))
-        if self.of_file:
-            norm = self.groups, inner // self.groups
-            shapes |= {"conv1d.weight": (mixed, self.width), "norm.weight": norm}
-            shapes |= dict.fromkeys(("A_log", "D"), (self.heads, 1))
-        return {f"mamba.{name}": shape for name, shape in shapes.items()}
+    def __call__(self, source: Source, prefix: str, hidden: int) -> tuple[Projection, Mixer, Projection]:
+        """Read one."""
+        prefix, of_file = f"{prefix}mamba.", self.of_file
+        inner, heads = self.heads * self.head_dim, (self.heads,)
+        mixed, norm = inner + 2 * self.groups * self.states, (self.groups, inner // self.groups)
 
-    def read(self, source: Source, prefix: str) -> tuple[Projection, Mixer, Projection]:
-        """The map in, the mixer, and the map out."""
-        prefix = f"{prefix}mamba."
-        inner = self.heads * self.head_dim
-        shape = inner + 2 * self.groups * self.states, 1, self.width
-        taps = source.vector(f"{prefix}conv1d.weight", shape=shape)
-        bias, skip = (source.vector(f"{prefix}{name}", shape=(self.heads,)) for name in ("dt_bias", "D"))
-        rates = source.vector(f"{prefix}A_log", shape=(self.heads,), of_rates=self.of_file)
-        norm = source.vector(f"{prefix}norm.weight", shape=(self.groups, inner // self.groups))
-        own = source.vector(f"{prefix}conv1d.bias") if self.conv_biased else None
+        def vector(name: str, shape: Shape, in_file: Shape, out: Shape, of_rates: bool = False) -> Array:
+            there = in_file if of_file else shape
+            return source.vector(Rows(f"{prefix}{name}", there), shape=out, of_rates=of_rates and of_file)
+
+        conv, flat, by_head = (mixed, 1, self.width), (mixed, self.width), (self.heads, 1)
+        taps = vector("conv1d.weight", conv, flat, conv)
+        bias = vector("dt_bias", heads, heads, heads)
+        skip = vector("D", heads, by_head, heads)
+        rates = vector("A_log", heads, by_head, heads, of_rates=True)
+        norms = vector("norm.weight", (inner,), norm, norm)
+        own = source.vector(Rows(f"{prefix}conv1d.bias", (mixed,))) if self.conv_biased else None
         sizes = self.groups, self.states, self.eps, self.limits
-        mixer = Mamba2Mixer(taps, own, bias, rates, skip, norm, *sizes)
-        first, second = (linear(source, f"{prefix}{name}", self.biased) for name in ("in_proj", "out_proj"))
-        return first, mixer, second
+        mixer = Mamba2Mixer(taps, own, bias, rates, skip, norms, *sizes)
+        first = linear(source, f"{prefix}in_proj", inner + mixed + self.heads, hidden, self.biased)
+        return first, mixer, linear(source, f"{prefix}out_proj", hidden, inner, self.biased)
 
 
 def granite_hybrid(source: Source) -> Decoder:
@@ -218,10 +194,11 @@ def granite_hybrid(source: Source) -> Decoder:
         forward = {"shared": forward["inner"], "inner": config.size("intermediate_size", 11008)}
         forward |= expert_counts(source, "num_local_experts", 2)
     all_names, of_file = _GRANITE_EXPERTS if experts else _GRANITE, source.is_gguf
-    if of_file:  # it has the halves of gated pairs apart
+    if of_file:
+        files = GRANITE_FILES.block
+        maps = {"inner": files.inner, "gate": files.gate, "outer": files.outer}
         prefix = "" if experts else "shared_mlp."
-        maps = {"inner": "up", "gate": "gate", "outer": "down"}
-        all_names = with_block(all_names, **{name: f"{prefix}{x}_proj" for name, x in maps.items()})
+        all_names = with_block(all_names, **{part: f"{prefix}{name}" for part, name in maps.items()})
     layers = source.depth("num_hidden_layers")
     name = "layers_block_type" if "layers_block_type" in config.values else "layer_types"
     kinds = config.words(name, (ALL, "attention", "linear_attention", "mamba"), layers)
@@ -278,9 +255,9 @@ def _limits(config: Config) -> tuple[float, float]:
     return low, high
 
 
-_QWEN = with_block(head_norms=HEAD_NORMS, norm_offset=1.0)
-_QWEN_EXPERTS = with_block(
-    _QWEN, router="mlp.gate", shared=("mlp.shared_expert_gate", "mlp.shared_expert."), **EXPERTS
+QWEN = with_block(head_norms=HEAD_NORMS, norm_offset=1.0)
+QWEN_EXPERTS = with_block(
+    QWEN, router="mlp.gate", shared=("mlp.shared_expert_gate", "mlp.shared_expert."), **EXPERTS
 )
 
 
@@ -318,68 +295,58 @@ class _Deltas(NamedTuple):
     of_file: bool
     tiled: bool  # the first value head of every key head comes first, then the second of each
 
-    @property
-    def channels(self) -> int:
-        """Features that are convolved."""
-        return 2 * self.key_heads * self.head_dim + self.heads * self.head_dim_v
+    def __call__(self, source: Source, prefix: str, hidden: int) -> tuple[Projection, Mixer, Projection]:
+        """Read one."""
+        prefix, heads, d, width = f"{prefix}linear_attn.", self.heads, self.head_dim, self.width
+        keys, inner, each = 2 * self.key_heads * d, heads * self.head_dim_v, heads // self.key_heads
+        channels = keys + inner
 
-    def shapes(self, hidden: int) -> dict[str, Shape]:
-        """The shapes of a mixer's tensors."""
-        inner, both = self.heads * self.head_dim_v, self.channels
-        maps = {"qkvz": both + inner} if "qkvz" in self.together else {"qkv": both, "z": inner}
-        maps |= {"ba": 2 * self.heads} if "ba" in self.together else {"b": self.heads, "a": self.heads}
-        shapes: dict[str, Shape] = {f"in_proj_{name}.weight": (n, hidden) for name, n in maps.items()}
-        taps = (both, self.width) if self.of_file else (both, 1, self.width)
-        shapes |= {"conv1d.weight": taps, "out_proj.weight": (hidden, inner)}
-        shapes |= {"norm.weight": (self.head_dim_v,), **dict.fromkeys(("dt_bias", "A_log"), (self.heads,))}
-        return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+        def values(rows: Rows, n: int = 1, begin: int = 0) -> list[Rows]:
+            """Rows of the value heads, `n` of each, from `begin` on."""
+            if not self.tiled:
+                return [rows.part(begin, heads * n)]
+            places = (i % each * self.key_heads + i // each for i in range(heads))
+            return [rows.part(begin + place * n, n) for place in places]
 
-    def read(self, source: Source, prefix: str) -> tuple[Projection, Mixer, Projection]:
-        """The map in, the mixer, and the map out."""
-        prefix = f"{prefix}linear_attn."
-        rows = [(f"{prefix}in_proj_{name}.weight", begin, n) for name, begin, n in self._rows()]
-        taps = source.vector(*self._channels(f"{prefix}conv1d.weight"), shape=(self.channels, 1, self.width))
-        bias = source.vector(*self._values(f"{prefix}dt_bias"))
-        rates = source.vector(*self._values(f"{prefix}A_log"), of_rates=self.of_file)
-        norm = source.vector(f"{prefix}norm.weight")
-        mixer = DeltaMixer(taps, None, bias, rates, norm, self.key_heads, self.head_dim, self.eps)
-        first = projection(source, source.pack(rows), None)
-        tiles = (self.heads // self.key_heads, self.key_heads) if self.tiled else (1, 1)
-        second = source.pack([f"{prefix}out_proj.weight"], tiles=tiles)
-        return first, mixer, projection(source, second, None)
+        def convolved(rows: Rows) -> list[Rows]:
+            """Rows of what is convolved: queries and keys, and then values."""
+            return [rows.part(0, keys), *values(rows, self.head_dim_v, keys)]
 
-    def _rows(self) -> list[tuple[str, int, int]]:
-        """Rows of the maps in: of all queries, keys and values, then of z, b and a."""
-        each, dim_v = self.heads // self.key_heads, self.head_dim_v
+        def by_key_head(rows: Rows, *widths: int) -> list[Rows]:
+            """Rows of a tensor that has so many, one after another, for each key head."""
+            begins = zip(accumulate(widths, initial=0), widths, strict=False)
+            return [rows.part(i * sum(widths) + at, n) for at, n in begins for i in range(self.key_heads)]
+
+        def map_in(name: str, out: int) -> Rows:
+            return Rows(f"{prefix}in_proj_{name}.weight", (out, hidden))
+
+        def vector(name: str) -> Rows:
+            return Rows(f"{prefix}{name}", (heads,))
+
+        taps = Rows(f"{prefix}conv1d.weight", (channels, width) if self.of_file else (channels, 1, width))
+        mixer = DeltaMixer(
+            source.vector(*convolved(taps), shape=(channels, 1, width)),
+            None,
+            source.vector(*values(vector("dt_bias"))),
+            source.vector(*values(vector("A_log")), of_rates=self.of_file),
+            source.vector(Rows(f"{prefix}norm.weight", (self.head_dim_v,))),
+            self.key_heads,
+            d,
+            self.eps,
+        )
         if "qkvz" in self.together:
-            rows = self._by_key_head("qkvz", [self.head_dim] * 2 + [each * dim_v] * 2)
+            wide = each * self.head_dim_v
+            rows = by_key_head(map_in("qkvz", channels + inner), d, d, wide, wide)
         else:
-            rows = self._channels("qkv") + self._values("z", dim_v)
+            rows = convolved(map_in("qkv", channels)) + values(map_in("z", inner), self.head_dim_v)
         if "ba" in self.together:
-            return rows + self._by_key_head("ba", [each] * 2)
-        return rows + self._values("b") + self._values("a")
-
-    def _by_key_head(self, name: str, widths: list[int]) -> list[tuple[str, int, int]]:
-        """Rows of a tensor that has these, one after another, for each key head."""
-        begins = accumulate(widths, initial=0)
-        return [
-            (name, group * sum(widths) + begin, n)
-            for begin, n in zip(begins, widths, strict=False)
-            for group in range(self.key_heads)
-        ]
-
-    def _channels(self, name: str) -> list[tuple[str, int, int]]:
-        """Rows of a tensor of what is convolved: queries and keys, and then values."""
-        keys = 2 * self.key_heads * self.head_dim
-        return [(name, 0, keys), *self._values(name, self.head_dim_v, keys)]
-
-    def _values(self, name: str, n: int = 1, begin: int = 0) -> list[tuple[str, int, int]]:
-        """Rows of the value heads in a tensor, `n` of each, from `begin` on."""
-        if not self.tiled:
-            return [(name, begin, self.heads * n)]
-        each = self.heads // self.key_heads
-        places = (i % each * self.key_heads + i // each for i in range(self.heads))
-        return [(name, begin + place * n, n) for place in places]
+            rows += by_key_head(map_in("ba", 2 * heads), each, each)
+        else:
+            rows += values(map_in("b", heads)) + values(map_in("a", heads))
+        first = projection(source, source.pack(rows), None)
+        tiles = (each, self.key_heads) if self.tiled else (1, 1)
+        second = source.pack([Rows(f"{prefix}out_proj.weight", (hidden, inner))], tiles=tiles)
+        return first, mixer, projection(source, second, None)
 
 
 def qwen_next(source: Source) -> Decoder:
@@ -389,7 +356,7 @@ def qwen_next(source: Source) -> Decoder:
     config.refuse(hidden_act="silu")
     family = config.choice("model_type", _QWENS)
     of_file = source.is_gguf
-    names = without_offset(source, _QWEN_EXPERTS if family.chosen else _QWEN)
+    names = without_offset(source, QWEN_EXPERTS if family.chosen else QWEN)
 
     def mixes(i: int) -> bool:
         return (i + 1) % config.size("full_attention_interval", 4) > 0
@@ -410,6 +377,13 @@ def qwen_next(source: Source) -> Decoder:
         of_file,
         of_file and family.tiled and own != key_heads,
     )
+    experts: dict[str, Any] = {}
+    if family.chosen:
+        source.depth("num_experts")  # the one name of it here
+        if family.divides:
+            config.refuse(norm_topk_prob=True)  # transformers always divides
+        experts = qwen_experts(source, 512, family.chosen, divides=True)
+        experts["shared"] = config.size("shared_expert_intermediate_size", 512)
     blocks = decoder_blocks(
         source,
         names.block,
@@ -419,7 +393,7 @@ def qwen_next(source: Source) -> Decoder:
         gated=True,
         mixing=deltas,
         mixed=frozenset(i for i, kind in enumerate(kinds) if kind != ALL),
-        **(_experts(source, family) if family.chosen else {}),
+        **experts,
     )
     return read_decoder(
         names,
@@ -427,17 +401,3 @@ def qwen_next(source: Source) -> Decoder:
         frequencies=lambda: (frequencies(config, blocks.head_dim, in_part=True, usual=0.25),),
         tied=config.get("tie_word_embeddings", bool, False),
     )
-
-
-def _experts(source: Source, family: _Qwen) -> dict[str, Any]:
-    """The sizes of experts, as `Blocks` has them."""
-    config = source.config
-    config.refuse(mlp_only_layers=[], decoder_sparse_step=1)
-    if family.divides:
-        config.refuse(norm_topk_prob=True)  # transformers always divides
-    return {
-        "normalised": config.get("norm_topk_prob", bool, True),
-        "inner": config.size("moe_intermediate_size", 512),
-        "shared": config.size("shared_expert_intermediate_size", 512),
-        **expert_counts(source, "num_experts", family.chosen),
-    }

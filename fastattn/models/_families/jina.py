@@ -14,28 +14,24 @@ import re
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from fastattn._args.types import Activation, Array
 from fastattn.models._blocks import BlockNames, Blocks, Keys
-from fastattn.models._embeddings import AlibiBiases
+from fastattn.models._embeddings import AlibiBiases, Frequencies
+from fastattn.models._encode_calls import routed
+from fastattn.models._encoder import Encoder
 from fastattn.models._families.bert import BERT, bert
 from fastattn.models._families.shared import ModelNames, frequencies, read_encoder, scaled
 from fastattn.models._files import Config, ModelError
-from fastattn.models._routes import routed
+from fastattn.models._parameters import Precision
 from fastattn.models._source import Source
 from fastattn.positions import alibi_slopes
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from fastattn._args.types import Activation, Array
-    from fastattn.models._embeddings import Frequencies
-    from fastattn.models._encoder import Encoder
-    from fastattn.models._parameters import Precision
-
-    Pairs = dict[str, tuple[Array, Array]]  # of a tensor (n, m), by its name: (n, rank) and (rank, m)
+Pairs = dict[str, tuple[Array, Array]]  # of a tensor (n, m), by its name: (n, rank) and (rank, m)
 
 _V2 = BERT._replace(
     positions=None,
@@ -149,7 +145,6 @@ def _base(source: Source) -> Encoder:
         blocks,
         types=config.size("type_vocab_size", 1),
         longest=config.size("max_position_embeddings"),
-        rotations=[0] * blocks.num_layers,
         frequencies=lambda: (rotary(),),
     )
 

@@ -20,10 +20,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fastattn.models._blocks import BlockNames, Blocks, Keys
-from fastattn.models._decoder import QueryGrowth
+from fastattn.models._decoder import Decoder, QueryGrowth
+from fastattn.models._encoder import Encoder
 from fastattn.models._families.shared import (
     ALL,
     NEAR,
@@ -37,11 +38,7 @@ from fastattn.models._families.shared import (
     windows_of,
 )
 from fastattn.models._files import Config
-
-if TYPE_CHECKING:
-    from fastattn.models._decoder import Decoder
-    from fastattn.models._encoder import Encoder
-    from fastattn.models._source import Source
+from fastattn.models._source import Source
 
 LLAMA = ModelNames(
     prefixes=("model.",),
@@ -117,12 +114,13 @@ class _Family(NamedTuple):
     caps: tuple[float | None, float | None] = (None, None)  # of scores and of logits
 
 
-def _qwen_experts(source: Source) -> dict[str, Any]:
+def qwen_experts(source: Source, inner: int = 768, chosen: int = 8, divides: bool = False) -> dict[str, Any]:
+    """The sizes of experts, as `Blocks` has them, by default these."""
     config = source.config
     key = "num_experts" if "num_experts" in config.values else "num_local_experts"  # older files, and newer
     config.refuse(mlp_only_layers=[], decoder_sparse_step=1)
-    sizes = {"inner": config.size("moe_intermediate_size", 768), **expert_counts(source, key, 8)}
-    return {"normalised": config.get("norm_topk_prob", bool, False), **sizes}
+    sizes = {"inner": config.size("moe_intermediate_size", inner), **expert_counts(source, key, chosen)}
+    return {"normalised": config.get("norm_topk_prob", bool, divides), **sizes}
 
 
 _BIASES = _OF_ATTENTION, _ = "attention_bias", "mlp_bias"
@@ -138,7 +136,7 @@ _GEMMA2 = _Family(
     slides=lambda config, i: (i + 1) % config.size("sliding_window_pattern", 2) > 0,
     activation=("hidden_activation", "gelu_pytorch_tanh"), gemma=True, caps=(50.0, 30.0),
 )  # fmt: skip
-_FAMILIES = {
+FAMILIES = {
     "eurobert": _Family(eps=1e-5, biases=_BIASES, bidirectional=True),
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2._replace(
@@ -161,14 +159,14 @@ _FAMILIES = {
     "qwen3": _QWEN3._replace(head_dim=128),
     "qwen3_moe": _QWEN3._replace(
         names=with_block(_QWEN3.names, router="mlp.gate", **EXPERTS),
-        heads_kv=4, slides=True, experts=_qwen_experts,
+        heads_kv=4, slides=True, experts=qwen_experts,
     ),
     "smollm3": _Family(
         heads_kv=4, theta=2e6, tied=True, biases=_BIASES, switched=True, skips_rotation=True,
         slides=lambda config, i: not _rotated(config, i + 1)[i],
     ),
 }  # fmt: skip
-TYPES = tuple(_FAMILIES)
+TYPES = tuple(FAMILIES)
 
 
 def decoder_blocks(
@@ -201,7 +199,7 @@ def decoder_blocks(
 def llama(source: Source) -> Decoder | Encoder:
     """Build a model of one of `TYPES`."""
     config = source.config
-    family = config.choice("model_type", _FAMILIES)
+    family = config.choice("model_type", FAMILIES)
     names, (key, activation) = without_offset(source, family.names), family.activation
     caps = family.caps
     if family.gemma:
@@ -232,8 +230,7 @@ def llama(source: Source) -> Decoder | Encoder:
         scales["scales"] = [config.number("query_pre_attn_scalar", 256) ** -0.5] * layers
         scales["token_scale"] = rounded_root(source, blocks.hidden)
     else:
-        said = config.values.get("architectures")
-        scores = isinstance(said, list) and str(next(iter(said), "")).endswith("ForSequenceClassification")
+        scores = config.architecture.endswith("ForSequenceClassification")
         encodes = scores or source.has_modules or family.bidirectional
         is_encoder = growth is None and family.encodes and encodes
         causal = not is_encoder or (config.get("is_causal", bool, True) and not family.bidirectional)
@@ -350,15 +347,10 @@ def of_text(source: Source, *model_types: str) -> Source:
         expected = f"{' or '.join(model_types)} in 'text_config'"
         raise config.wrong("model_type", values["model_type"], expected)
     source = source.with_config(Config.of(f"{config.path}: 'text_config'", values))
-    source.rename(
-        lambda name: re.sub(r"^(model\.)?language_model\.(model\.|(?=lm_head))?", _text_prefix, name)
-    )
+    before = re.compile(r"^(model\.)?language_model\.(model\.|(?=lm_head))?")
+    source.rename(lambda name: before.sub(lambda found: "model." if found[1] or found[2] else "", name))
     values["tie_word_embeddings"] = config.get("tie_word_embeddings", bool, True)
     return source
-
-
-def _text_prefix(found: re.Match[str]) -> str:
-    return "model." if found[1] or found[2] else ""
 
 
 def without_offset(source: Source, names: ModelNames) -> ModelNames:

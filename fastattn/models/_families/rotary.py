@@ -10,10 +10,13 @@ tokens in every third block, and in the others a window around each; both kinds 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastattn._args.types import Activation
 from fastattn._args.values import short
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Keys
+from fastattn.models._embeddings import Frequencies
+from fastattn.models._encoder import Encoder
 from fastattn.models._families.shared import (
     ALL,
     NEAR,
@@ -27,14 +30,8 @@ from fastattn.models._families.shared import (
     scaled,
     windows_of,
 )
-from fastattn.models._files import ModelError
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Activation
-    from fastattn.models._embeddings import Frequencies
-    from fastattn.models._encoder import Encoder
-    from fastattn.models._files import Config
-    from fastattn.models._source import Source
+from fastattn.models._files import Config, ModelError
+from fastattn.models._source import Source
 
 _GTE = ModelNames(
     tokens="embeddings.word_embeddings",
@@ -124,7 +121,6 @@ def gte(source: Source) -> Encoder:
         blocks,
         types=config.size("type_vocab_size", 1, low=0),
         longest=config.size("max_position_embeddings"),
-        rotations=[0] * blocks.num_layers,
         frequencies=lambda: (_gte_frequencies(config, blocks.head_dim, theta),),
     )
 
@@ -168,12 +164,9 @@ def nomic(source: Source) -> Encoder:
         if names.gate is not None:
             config.refuse(moe_every_n_layers=0)
             inner = -(-inner // _MULTIPLE) * _MULTIPLE
-        if config.get("qkv_proj_bias", bool, True):
-            biased |= {*names.qkv, names.attended}
-        if config.get("mlp_fc1_bias", bool, True):
-            biased |= {names.inner, names.gate}
-        if config.get("mlp_fc2_bias", bool, True):
-            biased |= {names.outer}
+        maps = {"qkv_proj": (*names.qkv, names.attended), "mlp_fc1": (names.inner, names.gate)}
+        for part, own in {**maps, "mlp_fc2": (names.outer,)}.items():
+            biased |= {*own} if config.get(f"{part}_bias", bool, True) else set()
     config.refuse(head_dim=config.divided(keys.hidden, keys.heads))
     blocks = Blocks.of(
         source,
@@ -195,7 +188,6 @@ def nomic(source: Source) -> Encoder:
         blocks,
         types=config.size("type_vocab_size", 2, low=0),
         longest=longest,
-        rotations=[0] * blocks.num_layers,
         frequencies=lambda: (rotary(),),
     )
 
@@ -218,7 +210,6 @@ def _refuse_unknown(config: Config) -> None:
     """Raise if Nomic's older config.json wants what is not there."""
     if config.values.get("rotary_emb_fraction") is None:
         config.values["rotary_emb_fraction"] = 0.0  # the default of this model's code: no rotary positions
-    config.refuse_others(hidden_size="n_embd", num_attention_heads="n_head", num_hidden_layers="n_layer")
     config.refuse_others(max_position_embeddings="n_positions")
     config.refuse(
         scale_attn_weights=True,

@@ -5,37 +5,27 @@ The parts are rotary positions, windows and numbers of experts.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from fastattn._engine.program import build
-from fastattn._engine.steps import OUT, LinearStep, NormStep, X
-from fastattn.layers._block import held_heads, model_program
-from fastattn.models._decoder import Decoder
-from fastattn.models._embeddings import Embeddings, SequenceRules
+from fastattn._args.types import Array
+from fastattn._engine.program import Program, build
+from fastattn._engine.steps import OUT, LinearStep, NormStep, Step, X
+from fastattn.layers._block import Norm, Window, held_heads, model_program
+from fastattn.models._blocks import BlockNames, Blocks, linear
+from fastattn.models._decoder import Decoder, QueryGrowth
+from fastattn.models._embeddings import AlibiBiases, BucketBiases, Embeddings, Frequencies, SequenceRules
 from fastattn.models._encoder import Encoder
-from fastattn.models._files import ModelError, stop_ids
+from fastattn.models._files import Config, ModelError, stop_ids
 from fastattn.models._model_cache import KeyHeads
 from fastattn.models._sentences import Sentences
-from fastattn.models._source import NOTHING
+from fastattn.models._source import NOTHING, Rows, Source
 from fastattn.models._text import Text
 from fastattn.positions import rope_frequencies
 from fastattn.positions._rotary_scaling import SCALINGS, keys_of
-
-if TYPE_CHECKING:
-    import re
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from fastattn._args.packed import PackedLinear
-    from fastattn._args.types import Array, Shape
-    from fastattn._engine.steps import Step
-    from fastattn.layers._block import Window
-    from fastattn.models._blocks import BlockNames, Blocks
-    from fastattn.models._decoder import QueryGrowth
-    from fastattn.models._embeddings import AlibiBiases, BucketBiases, Frequencies
-    from fastattn.models._files import Config
-    from fastattn.models._source import Source
 
 ALL, NEAR = "full_attention", "sliding_attention"  # kinds of layers
 _OLDER_SCALINGS = {"phi3": ("su", "yarn")}  # names that "longrope" has there, too
@@ -72,7 +62,8 @@ def read_encoder(
     order: Sequence[int] | None = None,
     frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
     biases: Callable[[], BucketBiases | AlibiBiases] | None = None,
-    others: Mapping[str, Shape] | None = None,
+    others: Callable[[], dict[str, Any]] | None = None,
+    kind: type[Encoder] = Encoder,
     sentences: Sentences | None = None,
     before: Callable[[], Sequence[Step]] | None = None,
     inputs: int = 0,
@@ -84,84 +75,73 @@ def read_encoder(
 
     Positions are a table of `positions` rows, or rotary with what `frequencies` returns. Of a table, those
     from `first` on are counted: the one before is padding's, as is the token of that id. Texts are then cut
-    at `longest`. `biases` makes those of `SequenceRules`, of more tensors, whose shapes are `others`. Where
-    there are no `sentences`, the folder says what is done with texts. Steps `before` all others make what
-    blocks read beside the rows, so many `inputs`.
+    at `longest`. `biases` makes those of `SequenceRules`. It is of another `kind` where `others` reads more
+    fields, last of all. Where there are no `sentences`, the folder says what is done with texts. Steps
+    `before` all others make what blocks read beside the rows, so many `inputs`.
     """
-    source = blocks.source
-    config, precision = source.config, source.precision
-    features = features or blocks.hidden
-    vocab = config.size("vocab_size")
+    source, config, features = blocks.source, blocks.source.config, features or blocks.hidden
+    vocab, precision = config.size("vocab_size"), source.precision
     source.drop_prefix(*names.prefixes)
-    tables = {names.tokens: vocab}
-    if names.positions is not None:
-        tables[names.positions] = positions
-    if names.types is not None and types:
-        tables[names.types] = types
-    shapes: dict[str, Shape] = {f"{name}.weight": (n, features) for name, n in tables.items()}
-    if names.first_norm is not None:
-        shapes |= blocks.norm_shapes(names.first_norm, features)
-    if names.last_norm is not None:
-        shapes |= blocks.norm_shapes(names.last_norm)
-    if names.widened is not None:
-        shapes[f"{names.widened}.weight"] = blocks.hidden, features
-        shapes[f"{names.widened}.bias"] = (blocks.hidden,)
-    shapes |= {**blocks.shapes(), **(others or {})}
-    own = tuple({f"{name.partition('.')[0]}.": None for name in shapes})
-    source.expect(shapes, own=own, ignored=names.ignored)
-    rotary = () if frequencies is None else frequencies()  # of a size that tensors confirm
+    if frequencies is not None and rotations is None:
+        rotations = [0] * blocks.num_layers
+    most = None if names.positions is None else positions - first
 
-    each = blocks.read(scales, windows, rotations)
-    program, all_windows = model_program(
-        each if order is None else [each[i] for i in order],
-        None if names.first_norm is None else blocks.norm(names.first_norm),
-        None if names.last_norm is None else blocks.norm(names.last_norm),
-        None if names.widened is None else blocks.map(names.widened),
-        () if before is None else before(),
-        rounds=True,
-    )
-    types_table = None
-    if names.types in tables:
-        types_table = source.vector(f"{names.types}.weight", dtype=precision.dtype)
-    table = None
-    if names.positions is not None:
-        table = source.vector(
-            f"{names.positions}.weight",
-            begin=max(first - 1, 0),
-            added=None if types_table is None else f"{names.types}.weight",
-            dtype=precision.dtype,
-        )
-        longest = positions - first
-    return Encoder(
-        model_type=config.get("model_type", str),
-        hidden_size=blocks.hidden,
-        num_heads=blocks.heads,
-        num_layers=blocks.num_layers if order is None else len(order),
-        vocab_size=vocab,
-        program=program,
-        precision=precision,
-        text=Text(source.folder, longest, vocab, other=source.tokenizer),
-        max_length=None if table is None else longest,
-        embeddings=Embeddings(
-            source.table(f"{names.tokens}.weight"),
-            types_table,
-            table,
-            token_scale,
-            padding=first - 1 if first else None,
-        ),
-        sequence_rules=SequenceRules(
-            all_windows, causal, rotary, None if biases is None else biases(), inputs
-        ),
-        sentences=sentences or Sentences.of(source, blocks.hidden),
-        origin=source.origin(),
-    )
+    def table(name: str | None, rows: int, begin: int = 0, added: str | None = None) -> Array | None:
+        if name is None or not rows:
+            return None
+        shape = rows, features
+        return source.vector(Rows(f"{name}.weight", shape, begin), dtype=precision.dtype, added=added)
+
+    def norm(name: str | None, size: int) -> Norm | None:
+        return None if name is None else blocks.norm(name, features=size)
+
+    def read() -> Encoder:
+        rotary = () if frequencies is None or source.is_planning else frequencies()
+        each = blocks.read(scales, windows, rotations)
+        norms, widened = (norm(names.first_norm, features), norm(names.last_norm, blocks.hidden)), None
+        if names.widened is not None:
+            widened = linear(source, names.widened, blocks.hidden, features, biased=True)
+        steps = () if before is None else before()
+        own = each if order is None else [each[i] for i in order]
+        program, all_windows = model_program(own, *norms, widened, steps, rounds=True)
+        kinds = table(names.types, types)
+        added = None if kinds is None else f"{names.types}.weight"
+        places = table(names.positions, positions, max(first - 1, 0), added)
+        tokens = source.table(Rows(f"{names.tokens}.weight", (vocab, features)))
+        by_distance, scale = None if biases is None else biases(), precision.dtype.type(token_scale)
+        found = {
+            **_fields(blocks, len(own), program),
+            "text": Text(source.folder, most or longest, vocab, other=source.tokenizer),
+            "max_length": most,
+            "embeddings": Embeddings(tokens, kinds, places, scale, first - 1 if first else None),
+            "sequence_rules": SequenceRules(all_windows, causal, rotary, by_distance, inputs),
+            "sentences": sentences,
+        }
+        return kind(**found | ({} if others is None else others()))
+
+    encoder = source.checked(read, names.ignored)
+    return encoder if sentences else replace(encoder, sentences=Sentences.of(source, blocks.hidden))
+
+
+def _fields(blocks: Blocks, layers: int, program: Program) -> dict[str, Any]:
+    """Fields of both kinds of models."""
+    source = blocks.source
+    return {
+        "model_type": source.config.get("model_type", str),
+        "hidden_size": blocks.hidden,
+        "num_heads": blocks.heads,
+        "num_layers": layers,
+        "vocab_size": source.config.size("vocab_size"),
+        "program": program,
+        "precision": source.precision,
+        "origin": source.origin(),
+    }
 
 
 class LayerInputs(NamedTuple):
     """Vectors of tokens that blocks read beside the rows that they change: `Sequences.inputs`."""
 
-    tokens: Array | PackedLinear  # (vocab, features)
-    scale: float  # of these
+    embeddings: Embeddings | None
     steps: list[Step]  # what is done with them before the blocks
 
 
@@ -186,73 +166,54 @@ def read_decoder(
     Positions are a table of `max_length`, or rotary with what `frequencies` returns, by default the first of
     it. Tokens' vectors are times `token_scale`; in a `tied` model they are the weight of the output layer,
     too, unless the file has another. Logits are times `logit_scale`, which the last norm has, and kept within
-    `softcap`. With `query_growth`, queries are rotated by tables of their own. `inputs` makes those of the
-    blocks, of tensors that `blocks` expects.
+    `softcap`. With `query_growth`, queries are rotated by tables of their own, after all others. `inputs`
+    reads those of the blocks.
     """
-    source = blocks.source
-    config, precision = source.config, source.precision
-    vocab = config.size("vocab_size")
+    source, precision = blocks.source, blocks.source.precision
+    config, vocab = source.config, source.config.size("vocab_size")
     source.drop_prefix(*names.prefixes)
     tokens = f"{names.tokens}.weight"
     output = source.tied(tokens, "lm_head.weight", tied)
-    positions = None if names.positions is None else f"{names.positions}.weight"
-    assert names.last_norm is not None
-    shapes: dict[str, Shape] = dict.fromkeys((tokens, output), (vocab, blocks.hidden))
-    shapes |= blocks.norm_shapes(names.last_norm)
-    if positions is not None and max_length is not None:
-        shapes[positions] = (max_length, blocks.hidden)
-    own = [name for name in (names.tokens, names.positions, names.last_norm) if name is not None]
-    of_blocks = blocks.shapes()
-    firsts = (f"{name.partition('.')[0]}." for name in (*own, *of_blocks))
-    source.expect(
-        {**shapes, **of_blocks},
-        own=tuple({names.block.prefix.partition("{")[0], *firsts}),
-        ignored=names.ignored,
-    )
-    rotary = () if frequencies is None else frequencies()  # of a size that tensors confirm
-    if rotary and rotations is None:
+    if frequencies is not None and rotations is None:
         rotations = [0] * blocks.num_layers
-    if query_growth is not None:
-        blocks = replace(blocks, query_rotation=len(rotary))
-    each = blocks.read(scales, windows, rotations)
-    for block in each:  # keys that are forgotten for one must not be needed by another
-        assert block.keys_from is None or each[block.keys_from].window == block.window
-    of_layers = None if inputs is None else inputs()
-    program, all_windows = model_program(each, before=() if of_layers is None else of_layers.steps)
-    weight = source.pack([output])
-    norm = NormStep(X, "normed", *blocks.norm(names.last_norm, logit_scale))
-    logits = build("model", [norm, LinearStep("normed", OUT, weight, None, precision.rounding(weight))])
-    table = None if positions is None else source.vector(positions, dtype=precision.dtype)
-    return Decoder(
-        model_type=config.get("model_type", str),
-        hidden_size=blocks.hidden,
-        num_heads=blocks.heads,
-        num_layers=blocks.num_layers,
-        vocab_size=vocab,
-        program=program,
-        precision=precision,
-        text=Text(source.folder, max_length, other=source.tokenizer, is_prompt=True),
-        num_kv_heads=blocks.heads_kv,
-        head_dim=blocks.head_dim,
-        key_heads=tuple(KeyHeads(n, *kept) for kept, n in held_heads(each).items())
-        or (KeyHeads(0, blocks.head_dim, None),),
-        states=tuple(
-            kind for block in each if block.mixer for kind in [tuple(block.mixer.kinds(precision.dtype))]
-        ),
-        max_length=max_length,
-        tokens=weight if output == tokens else source.table(tokens),
-        positions=table,
-        frequencies=rotary,
-        windows=all_windows,
-        logits=logits,
-        stop=stop_ids(config, source.folder),
-        token_scale=token_scale,
-        softcap=softcap,
-        query_growth=query_growth,
-        layer_tokens=None if of_layers is None else of_layers.tokens,
-        layer_scale=1.0 if of_layers is None else of_layers.scale,
-        origin=source.origin(),
-    )
+
+    def read() -> Decoder:
+        rotary = () if frequencies is None or source.is_planning else frequencies()
+        rotation = None if query_growth is None else len(rotary)
+        each = replace(blocks, query_rotation=rotation).read(scales, windows, rotations)
+        for block in each:  # keys that are forgotten for one must not be needed by another
+            assert block.keys_from is None or each[block.keys_from].window == block.window
+        of_layers = LayerInputs(None, []) if inputs is None else inputs()
+        program, all_windows = model_program(each, before=of_layers.steps)
+        weight = source.pack([Rows(output, (vocab, blocks.hidden))])
+        assert names.last_norm is not None
+        norm, table = blocks.norm(names.last_norm, logit_scale), None
+        last = LinearStep("normed", OUT, weight, None, precision.rounding(weight))
+        if names.positions is not None and max_length is not None:
+            rows = Rows(f"{names.positions}.weight", (max_length, blocks.hidden))
+            table = source.vector(rows, dtype=precision.dtype)
+        own: Any = weight if output == tokens else source.table(Rows(tokens, (vocab, blocks.hidden)))
+        held = tuple(KeyHeads(n, *kept) for kept, n in held_heads(each).items())
+        return Decoder(
+            **_fields(blocks, blocks.num_layers, program),
+            text=Text(source.folder, max_length, other=source.tokenizer, is_prompt=True),
+            num_kv_heads=blocks.heads_kv,
+            head_dim=blocks.head_dim,
+            key_heads=held or (KeyHeads(0, blocks.head_dim, None),),
+            states=tuple(tuple(block.mixer.kinds(precision.dtype)) for block in each if block.mixer),
+            max_length=max_length,
+            embeddings=Embeddings(own, None, table, precision.lane.type(token_scale)),
+            layer_embeddings=of_layers.embeddings,
+            frequencies=rotary,
+            windows=all_windows,
+            logits=build("model", [NormStep(X, "normed", *norm), last]),
+            stop=stop_ids(config, source.folder),
+            softcap=softcap,
+            query_growth=query_growth,
+        )
+
+    firsts = names.block.prefix.partition("{")[0], f"{names.tokens.partition('.')[0]}."
+    return source.checked(read, names.ignored, also=firsts, others=("lm_head.",))
 
 
 def frequencies(

@@ -7,17 +7,14 @@ scores by distance, from one table for all layers. A decoder in the file is left
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from fastattn._args.values import short
 from fastattn.models._blocks import ACTIVATIONS, BlockNames, Blocks, Keys
 from fastattn.models._embeddings import BucketBiases
+from fastattn.models._encoder import Encoder
 from fastattn.models._families.shared import ModelNames, read_encoder
 from fastattn.models._files import ModelError
-
-if TYPE_CHECKING:
-    from fastattn.models._encoder import Encoder
-    from fastattn.models._source import Source
+from fastattn.models._source import Rows, Source
 
 _NAMES = ModelNames(
     tokens="shared",
@@ -57,9 +54,6 @@ def t5(source: Source) -> Encoder:
     if repeated is not None and ACTIVATIONS.get(str(repeated)) != activation:
         came, expected = f"'dense_act_fn' is {short(repeated)}", "the one of 'feed_forward_proj'"
         raise ModelError(f"{config.path}: {came}; expected {expected}, {activation}")
-    config.refuse_others(
-        hidden_size="d_model", num_attention_heads="num_heads", num_hidden_layers="num_layers"
-    )
     config.refuse_others(head_dim="d_kv")
     names = _NAMES._replace(block=_GATED) if gated else _NAMES
     tokens = source.tied(f"{names.tokens}.weight", f"{_TOKENS}.weight")
@@ -79,9 +73,9 @@ def t5(source: Source) -> Encoder:
     max_distance = config.size("relative_attention_max_distance", 128)
 
     def biases() -> BucketBiases:
-        found = BucketBiases(source.vector(_BIASES), max_distance)
+        found = BucketBiases(source.vector(Rows(_BIASES, (n_buckets, blocks.heads))), max_distance)
         try:
-            found(1)
+            _ = () if source.is_planning else found(1)
         except (TypeError, ValueError) as error:
             raise ModelError(f"{config.path}: relative positions: {error}") from error
         return found
@@ -92,5 +86,4 @@ def t5(source: Source) -> Encoder:
         blocks,
         scales=[1.0] * layers,
         biases=biases if layers else None,
-        others={_BIASES: (n_buckets, blocks.heads)} if layers else None,
     )
