@@ -83,7 +83,7 @@ def _head(report: Json) -> Iterator[str]:
     yield f"{setting}{report['command']}"
     yield f"{machine['cpu']}, {machine['system']}, threads: {report['threads']}, seed: {report['seed']}"
     if config["why_numpy"] and subject(report) == "fallback":
-        yield f"fastattn {config['version']} WITHOUT its compiled kernels, {config['why_numpy']}"
+        yield f"fastattn {config['version']}, the NumPy fallback: {config['why_numpy']}"
     else:
         yield f"fastattn {config['version']}, kernels for {config['isa']}, {config['compiler']}"
     for name, engine in report["engines"].items():
@@ -138,9 +138,11 @@ def _state(row: Json, names: tuple[str, ...]) -> str:
 def _limits(report: Json) -> Iterator[str]:
     if not report["limits"]:
         return
-    speeds = [f"{limit['flops'] / 1e9:.0f} GFLOP/s in {dtype}" for dtype, limit in report["limits"].items()]
-    memory = max(limit["bytes"] for limit in report["limits"].values())
-    yield f"\nThe limits of this machine, measured: {', '.join(speeds)}; {memory / 1e9:.1f} GB/s from memory."
+    speeds = [
+        f"{dtype} {limit['flops'] / 1e9:.0f} GFLOP/s and {limit['bytes'] / 1e9:.1f} GB/s from memory"
+        for dtype, limit in report["limits"].items()
+    ]
+    yield "\n" + textwrap.fill(f"The limits of this machine, measured: {'; '.join(speeds)}.", WIDTH)
     got = [figures(report, row) for row in report["rows"] if row["unit"] == "bytes"]
     if any(found and found.of_limit and found.of_limit > 1 for found in got):
         yield "Above 100% of the limit: read from the caches, which are faster than memory."
@@ -182,7 +184,7 @@ def _summary(report: Json) -> Iterator[str]:
             start = f"In {dtype} it is" if sentences else f"In short, {subject_name(report)} in {dtype} is"
             reached = " and ".join(_reached(got))
             sentences.append(f"{start} {said}{', and reaches ' * bool(reached)}{reached}.")
-    if sentences:
+    if sentences and not said_if_busy(report):
         yield "\n" + textwrap.fill(f"{' '.join(sentences)} (These are medians of the rows.)", WIDTH)
 
 
