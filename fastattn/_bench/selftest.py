@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fastattn
-from fastattn._args.attention import attention_args
-from fastattn._args.key_ranges import closed
 from fastattn._bench.cases import STRUCTURES, VARIANTS, Array, Shape, combine, make_inputs, pairs
 from fastattn._engine import settings
 from fastattn.masks import Mask
@@ -65,8 +63,8 @@ class Bound(NamedTuple):
     def of(cls, case: Case) -> Bound:
         q, _, v = case.inputs
         wider = np.longdouble if q.dtype == np.float64 else np.float64
-        out, lse = plain_attention(case, wider)
-        plain_out, plain_lse = plain_attention(case, q.dtype)
+        out, lse = plain_attention(*case.inputs, dtype=wider, **case.options)
+        plain_out, plain_lse = plain_attention(*case.inputs, dtype=q.dtype, **case.options)
         lse_dtype = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
         out_error = allowed(plain_out, out, epsilon(q.dtype) * largest(v))
         return cls(out, lse, out_error, allowed(plain_lse, lse, epsilon(lse_dtype) * max(1, largest(lse))))
@@ -103,36 +101,51 @@ def distance(a: Array, b: Array) -> float:
 
 
 @np.errstate(all="ignore")
-def plain_attention(case: Case, dtype: Any) -> tuple[Array, Array]:
-    """Out and lse by definition, dense, of a call whose arguments are checked as those of `attention` are.
+def plain_attention(
+    q: Array, k: Array, v: Array, *, dtype: Any, mask: Any = None, bias: Any = None, causal: bool = False,
+    window: tuple[int, int] | None = None, scale: float | None = None, softcap: float | None = None,
+    alibi_slopes: Any = None, kv_lengths: Any = None, q_offset: Any = None, row_ranges: Any = None,
+    sinks: Any = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Out and lse by definition, dense: q is (..., H, Lq, D), k and v are (..., Hkv, Lk, D or Dv).
 
     With a `dtype` below float64 it is the plain computation from which error bounds are derived: matrix
     products in float32; scores, probabilities and output rounded to the dtype.
     """
-    a, dtype, mask = attention_args(*case.inputs, **case.options), np.dtype(dtype), case.options.get("mask")
+    dtype = np.dtype(dtype)
     work: Any = dtype.type if dtype in (np.float64, np.longdouble) else np.float32
-    q, (k, v) = a.q.astype(work), (x.repeat(a.heads_q // a.heads_kv, -3).astype(work) for x in (a.k, a.v))
-    key, (begin, end) = np.arange(a.len_k), closed(a.row_begin, a.row_end, a.len_k)
-    attend = (begin[..., None] <= key) & (key < end[..., None])
+    (*batch, num_heads, len_q, _), len_k = q.shape, k.shape[-2]
+    heads = np.arange(num_heads) // (num_heads // k.shape[-3])
+    length = np.asarray(len_k if kv_lengths is None else kv_lengths)
+    offset = length - len_q if q_offset is None else q_offset
+    key, position = np.arange(len_k), np.asarray(offset)[..., None, None, None] + np.arange(len_q)[:, None]
+    attend = key < length[..., None, None, None]
+    if causal:
+        attend = attend & (key <= position)
+    if window is not None:
+        attend = attend & (key >= position - window[0]) & (key <= position + window[1])
+    if row_ranges is not None:
+        attend = attend & (key >= row_ranges[0][..., None]) & (key < row_ranges[1][..., None])
     if isinstance(mask, Mask):
-        mask = mask.to_array(a.len_q, a.len_k, batch_shape=a.batch_shape, num_heads=a.heads_q)
-    attend = attend if mask is None else attend & mask
-    scores = q @ k.swapaxes(-1, -2) * work(a.scale)
-    if a.softcap:
-        scores = work(a.softcap) * np.tanh(scores / work(a.softcap))
-    if a.bias is not None:
-        scores, attend = scores + a.bias.astype(work), attend & (a.bias != -np.inf)
-    if a.alibi_slopes is not None and a.q_position is not None:
-        distance = abs(a.q_position[..., None, None, None] + np.arange(a.len_q)[:, None] - key)
-        scores = scores - a.alibi_slopes.astype(work)[..., None, None] * distance.astype(work)
+        mask = mask.to_array(len_q, len_k, batch_shape=tuple(batch), num_heads=num_heads, q_offset=q_offset)
+    if mask is not None:
+        attend = attend & mask
+    scores = q.astype(work) @ k.astype(work)[..., heads, :, :].swapaxes(-1, -2)
+    scores *= work(q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = work(softcap) * np.tanh(scores / work(softcap))
+    if bias is not None:
+        scores, attend = scores + bias.astype(work), attend & (bias != -np.inf)
+    if alibi_slopes is not None:
+        scores = scores - np.asarray(alibi_slopes, work)[..., None, None] * abs(position - key).astype(work)
     scores = np.where(attend, scores.astype(dtype).astype(work), -np.inf)
-    sink = np.asarray(-np.inf if a.sinks is None else a.sinks, work)[..., None]
+    sink = np.asarray(-np.inf if sinks is None else sinks, work)[..., None]
     row_max = np.maximum(scores.max(-1, initial=-np.inf), sink)
     row_max[row_max == -np.inf] = 0
     probs = np.exp(scores - row_max[..., None])
     row_sum = probs.sum(-1) + np.exp(sink - row_max)
     probs = np.where(row_sum[..., None] > 0, probs / row_sum[..., None], 0).astype(dtype).astype(work)
-    return (probs @ v).astype(dtype), row_max + np.log(row_sum)
+    return (probs @ v.astype(work)[..., heads, :, :]).astype(dtype), row_max + np.log(row_sum)
 
 
 def main(n: int, seed: int) -> int:
