@@ -154,8 +154,9 @@ def class_of(struct):
     return "".join(word.title() for word in struct[3:].removesuffix("_args").split("_")) + "Args"
 
 
-# Arrays that the .pxi files set.
+# What the .pxi files set.
 BY_HAND = {
+    "fa_attention_args": ("sigmoid_bias",),
     "fa_backward_args": ("dbias", "dbias_diagonals"),
     "fa_conv_args": ("x", "begins"),
     "fa_deformable_args": ("levels",),
@@ -218,9 +219,10 @@ class Fill:
                 (self.numbers if args == "args" else self.arrays).append(f"{indent}{path}.{name} = {value}")
         self.count += sum(kind == "fa_array" for _, kind, _ in fields)
         for name, kind, spec in fields:
-            known = spec or name in BY_HAND.get(struct, ()) or not kind.endswith(("fa_array", "*"))
-            if name in own and not known:  # it would be left out without a word
-                raise SystemExit(f"{struct}: the comment of {name} does not begin with its elements and axes")
+            number = kind in NAMED or (kind in NUMBERS and "None" not in own.get(name, ""))
+            elsewhere = kind in self.known or name in BY_HAND.get(struct, ())
+            if name in own and not (self.checked(spec) or number or elsewhere):
+                raise SystemExit(f"{struct}: nothing fills {name}, {kind}: see SPEC, NUMBERS and BY_HAND")
         arrays = [(name, kind, spec) for name, kind, spec in fields if spec and name in own]
         guards = {spec[4] for _, _, spec in arrays}
         alone = [name for name, _, spec in arrays if name in guards or spec[1] == "float"]
@@ -240,14 +242,24 @@ class Fill:
             self.arrays += [f"{indent}{kind[3:]} = args.{kind[3:]}", f"{indent}if {kind[3:]} is not None:"]
             self.fill(kind, class_of(kind), f"{path}.{name}", kind[3:], indent + "    ")
 
+    def checked(self, spec):
+        """`spec`, if all that it says is understood."""
+        if spec and re.match(r", (?!optional|\w's dtype)", spec.string[spec.end() :]):
+            raise SystemExit(f"what follows the axes is not known: {spec.string}")
+        return spec
+
     def array(self, path, args, name, kind, spec):
         """The lines of one array."""
         elements, axes, contiguous, _, scale, own = spec.groups()
-        axes = [self.size(axis) for axis in axes.split(", ") if axis != "any"]
+        named = re.split(r", (?![^(]*\))", axes)  # max(heads_q, heads) is one
+        axes = [self.size(axis) for axis in named if axis != "any"]
         to, array, own_type = f"{path}.{name}", f"{args}.{name}", self.sizes.get(f"{name}_dtype", "a.dtype")
         what = f'"{name}", {array}'
         if kind == "fa_array":
-            axes, own_type = axes[1:], f"{to}.dtype"
+            batch = {"tokens": axes[:0]}.get(elements, ["sequences"] if self.channels else ["batch"])
+            if named[: len(batch)] != batch or len(axes) > 3 + len(batch):
+                raise SystemExit(f"expected {batch} and three axes at most: {spec.string}")
+            axes, own_type = axes[len(batch) :], f"{to}.dtype"
             if self.channels:
                 method = "set_tokens" if elements == "tokens" else "set"
                 rows = axes if elements != "tokens" else [self.size(spec[2])]

@@ -124,3 +124,30 @@ def test_what_failed_to_compile_is_compiled_again(tree, compiler):
         build(tree, compiler)
     path.write_text(was, encoding="utf-8")
     assert build(tree, compiler) == {"generic_f32/rows", "generic_f64/rows"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("double scale, softcap;", "float softcap; double scale;", "nothing fills softcap, float"),
+        ("lanes (batch, heads_q), with", "lanes (heads_q), with", "expected ['batch']"),
+        ("(batch, heads_q, len_q, n_top)", "(batch, heads_q, len_q, n_top, 2)", "three axes at most"),
+        (": nonzero attends", ", contigous", "what follows the axes is not known"),
+    ],
+)
+def test_a_field_that_nothing_fills_ends_the_build(tmp_path, before, after, said):
+    """What a struct and an argument object both have is filled by what the struct's comment says of it."""
+    if not (ROOT / "setup.py").exists():
+        pytest.skip("needs the sources")
+    for folder in ("src", "fastattn/_args", "fastattn/_engine/core"):
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
+    header = tmp_path / "src/interface/attention.h"
+    text = header.read_text(encoding="utf-8")
+    assert before in text
+    header.write_text(text.replace(before, after, 1), encoding="utf-8")
+    command = [sys.executable, tmp_path / "src/declarations.py"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert said in done.stderr

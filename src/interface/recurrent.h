@@ -16,7 +16,7 @@ typedef struct {
     fa_array erase;     /* rows (batch, heads_k, len_k, head_dim): what the delta rule reads the state by; optional */
     fa_array state,
         state_out; /* lanes (batch, heads, head_dim, head_dim_v), contiguous; state optional, may be state_out */
-    fa_array norm, norm_out; /* lanes (batch, heads, head_dim), contiguous, apart; norm_out: divide by q . norm + eps */
+    fa_array norm, norm_out; /* lanes (batch, heads, head_dim), contiguous: apart; norm_out: divide by q . norm + eps */
     /* (batch + 1): tokens of sequence b are begins[b] to begins[b + 1] of all, len_q = len_k is the longest one's number,
      * and batch tables lead to the first token of each. NULL: all have len_q and len_k. */
     const int64_t *begins;
