@@ -142,8 +142,8 @@ class Blocks:
         """
         config = source.config
         usual = Keys()
-        for own, name in zip(keys[:4], usual[:4], strict=True):
-            config.refuse_others(**{name: own})
+        for size in ("hidden", "heads", "layers"):
+            config.refuse_others(**{getattr(usual, size): getattr(keys, size)})
 
         def said(read: Callable[..., Any], key: str | None, *how: Any, default: Any) -> Any:
             if key is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from fastattn.models._scores import chances_of
 from fastattn.models._session import kept_as, require_fit
 from fastattn.models._steps import Step, one_at_a_time, proposals_of, steps, tokens_of
 from fastattn.models._text import Said
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)

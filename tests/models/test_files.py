@@ -234,6 +234,13 @@ def test_all_that_is_wrong_is_in_one_error(tmp_path):
     assert message.count("is missing") == 6
 
 
+@pytest.mark.parametrize("kind", ["bert", "deberta-v2", "modernbert", "llama"])
+def test_blocks_of_a_model_without_any_are_not_known(kind, tmp_path):
+    tiny.write(tmp_path, kind)
+    change_config(tmp_path, num_hidden_layers=0)
+    refused(tmp_path, "layers.0." if kind in ("modernbert", "llama") else "encoder.layer.0.", "is not known")
+
+
 def test_files_of_weights_that_are_missing(tmp_path):
     tiny.write(tmp_path, "bert")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")

@@ -119,7 +119,8 @@ def read_encoder(
         }
         return kind(**found | ({} if others is None else others()))
 
-    encoder = source.checked(read, names.ignored)
+    in_blocks = names.block.prefix.partition("{")[0]  # known to be the model's even if it has no block
+    encoder = source.checked(read, names.ignored, also=(in_blocks,))
     return encoder if sentences else replace(encoder, sentences=Sentences.of(source, blocks.hidden))
 
 
