@@ -373,7 +373,7 @@ class Tape:
     ) -> Any:
         """``activation(x) * up``; `out` may be up's array."""
         array, other = self.array(x), self.array(up)
-        out = np.empty(array.shape, array.dtype) if out is None else out
+        out = np.empty(array.shape, array.dtype) if self.recording or out is None else out
         dispatch.run(RowsArgs("activate", array, out, get_num_threads(), up=other, activation=activation))
 
         def back(dout: Array, owned: bool) -> None:

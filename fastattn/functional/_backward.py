@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 from fastattn._args.attention import attention_args
@@ -175,8 +176,9 @@ def _recorded(
     names = [name for name, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     def steps(*arrays: ArrayLike, return_lse: bool, **given: Any) -> Steps[Any]:
-        arrays = *arrays, *(given.pop(name) for name in names[len(arrays) :] if name in given)
-        require_options(given, taken)
+        rest = takewhile(given.__contains__, names[len(arrays) :])  # what is missing is for `forward` to say
+        arrays = *arrays, *(given.pop(name) for name in rest)
+        require_options({name: x for name, x in given.items() if name not in names}, taken)
         out, lse = forward(*arrays, return_lse=True, **given)
         request = yield out, lse
         saved = request.dout, *arrays[:3], out, lse, *arrays[3:]

@@ -70,6 +70,10 @@ def test_arguments_are_checked_as_in_a_plain_call():
                 vjp(function, *arrays, return_lse=wrong)
     with pytest.raises(TypeError, match=r"^attention\(\) missing 1 required positional argument: 'v'"):
         vjp(fastattn.attention, Q, K)
+    with pytest.raises(TypeError, match=r"^attention\(\) missing 1 required positional argument: 'k'"):
+        vjp(fastattn.attention, Q, v=V)
+    with pytest.raises(TypeError, match=r"^attention\(\) got multiple values for argument 'q'"):
+        vjp(fastattn.attention, Q, K, V, q=Q)
     with pytest.raises(TypeError, match=r"^attention\(\): 4 arguments are given by position"):
         vjp(fastattn.attention, Q, K, V, np.ones((5, 5), bool))
     out, pullback = vjp(fastattn.attention, q=Q, k=K, v=V)
