@@ -62,6 +62,7 @@ cdef class _Tables:
     cdef int64_t batch, items  # of the batch, and of a table
     cdef int n, used
     cdef tuple shape  # of the batch
+    cdef cnp.ndarray kept  # what was made for a table, and nobody else holds
 
     def __cinit__(self, tuple shape, int n, bint filled=True):
         """Room for n tables; they stay empty unless `filled`: some callers need no batch offsets."""
