@@ -1,10 +1,6 @@
 """Operations of layers and models, each with its gradient.
 
-A layer is written once, on the operations of a tape. Its values are `Value`s, arrays that may get a gradient:
-each operation notes how the gradient of its result becomes those of its inputs, and `Tape.pull` goes through
-the notes from the last to the first. A kernel adds its part to an input's gradient that is already there, as
-after a residual connection. A note is dropped, with what it keeps, when it was used.
-
+A layer is written once, on the operations of a tape, which notes them for their gradients: see `Recorder`.
 `PLAIN` is the tape that records nothing: its values are arrays, and each operation is one kernel. Arrays are
 rows (m, n) with a contiguous last axis.
 """
@@ -13,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,57 +28,26 @@ from fastattn._args.types import (
 )
 from fastattn._engine import dispatch
 from fastattn._engine.memory import keep, recycled_empty, scratch
+from fastattn._engine.recorder import Recorder
 from fastattn._engine.settings import get_num_threads
-from fastattn._engine.values import Gradients, Part, Value
+from fastattn._engine.values import Part, Value
 
 if TYPE_CHECKING:
     Views = Callable[[Array], Sequence[Array]]
     # One attention of an operation: its arguments, and the values of its queries, keys and values.
     Call = tuple[AttentionArgs, Any, Any, Any]
 
-_APART = 0x9E3779B97F4A7C15  # between the seeds of attentions: 2**64 times the golden ratio, which is odd
 # Weights that are stored as numbers that can change a little; the others are frozen.
 TRAINED = ("float32", "float64", "bfloat16")
 
 
-class Drops(NamedTuple):
-    """Dropout of a computation: its share, the generator's seed, and how many operations had some."""
-
-    rate: float = 0.0
-    seed: int = 0
-    operations: int = 0
-
-
-class _Note(NamedTuple):
-    out: Value
-    back: Callable[[Array, bool], None]  # of out's gradient, and whether it may be overwritten
-
-
-class Tape:
+class Tape(Recorder):
     """Operations; where it is `recording`, in their order and with the gradients of their parameters.
 
     An operation of `PLAIN` may write to `out`, an array, or with `over` to the memory of its input or
     residual, which nobody needs any more. `use` names scratch memory for the result; `done` gives it back.
-    When recording, these have no effect: each result has an array of its own, as gradients need it.
+    When recording, these have no effect: each result has a separate array, as gradients need it.
     """
-
-    def __init__(
-        self,
-        gradients: Gradients | None = None,
-        drops: Drops | None = None,
-        by_block: bool = False,
-        recording: bool = True,
-    ):
-        self.recording = recording
-        self.by_block = by_block  # whether the input of each block is all that is kept of it
-        self.gradients = gradients or Gradients()
-        self.drops = drops or Drops()
-        self._notes: list[_Note] = []
-
-    def array(self, x: Any) -> Array:
-        """The array of the value x."""
-        array: Array = x.array if self.recording else x
-        return array
 
     def done(self, use: str, x: Any) -> None:
         """Give back the memory of x, whose operation had this `use`; gradients may need it."""
@@ -99,66 +64,6 @@ class Tape:
         """The array of x to work in; when recording, it may not be the caller's."""
         array = self.array(x)
         return array.copy() if self.recording and not x.made else array
-
-    def note(
-        self,
-        out: Array,
-        back: Callable[[Array, bool], None],
-        room: Callable[[], Array] | None = None,
-    ) -> Any:
-        """The value of an operation that gave `out`; `back` takes its gradient on to those of the inputs."""
-        if not self.recording:
-            return out
-        value = Value(out, True, room)
-        self._notes.append(_Note(value, back))
-        return value
-
-    def pull(self, out: Value, dout: Array) -> None:
-        """Go from the gradient of `out` to those of all inputs and parameters; it can be done once."""
-        out.put(dout, owned=False)
-        while self._notes:
-            value, back = self._notes.pop()
-            gradient, owned = value.take()
-            if gradient is not None:
-                back(gradient, owned)
-
-    def checkpoint(self, compute: Callable[..., Any], *inputs: Value) -> Any:
-        """``compute(tape, *inputs)``, of which nothing is kept: it runs again for its gradients.
-
-        That is a value, or a pair of a value and a tuple of more, which later operations may use, too.
-        """
-        drops = self.drops
-
-        def run(tape: Tape) -> tuple[Sequence[Value], Value, tuple[Value, ...]]:
-            fresh = [Value(x.array) for x in inputs]
-            found = compute(tape, *fresh)
-            return (fresh, *found) if isinstance(found, tuple) else (fresh, found, ())
-
-        def back(dout: Array, owned: bool) -> None:
-            tape = Tape(self.gradients, drops)
-            fresh, out, others = run(tape)
-            for x, later in zip(others, more, strict=True):
-                gradient, mine = later.take()
-                if gradient is not None:
-                    x.put(gradient, mine)
-            tape.pull(out, dout)
-            for x, again in zip(inputs, fresh, strict=True):
-                gradient, mine = again.take()
-                if gradient is not None:
-                    x.put(gradient, mine)
-
-        tape = Tape(drops=drops)
-        _, out, others = run(tape)
-        tape._notes.clear()  # which know the tape: what they keep would wait for the garbage collector
-        self.drops = tape.drops
-        more = tuple(Value(x.array.copy()) for x in others)  # a view would keep the whole product alive
-        noted = self.note(out.array, back)
-        return (noted, more) if more else noted
-
-    def stream(self) -> int:
-        """The number of an operation that has dropout, from 1 on."""
-        self.drops = self.drops._replace(operations=self.drops.operations + 1)
-        return self.drops.operations
 
     def dropped(self, x: Any) -> Any:
         """`grad.dropout`; x itself where nothing is dropped."""
@@ -178,12 +83,6 @@ class Tape:
         out = recycled_empty(array.shape, array.dtype)
         drop(array, out)
         return self.note(out, back)
-
-    def attention_dropout(self) -> tuple[float, int]:
-        """The share of probabilities that an attention drops, and its seed."""
-        if not self.drops.rate:
-            return 0.0, 0
-        return self.drops.rate, (self.drops.seed + self.stream() * _APART) % 2**64
 
     def linear(
         self,
@@ -223,7 +122,7 @@ class Tape:
         self, x: Value, weight: PackedLinear, bias: Array | None, activation: Activation | None,
         residual: Value | None, before: Array | None, dout: Array, owned: bool,
     ) -> None:  # fmt: skip
-        """Go from the gradient of a `linear` to those of its inputs; `before` is the activation's input."""
+        """Gradients of a `linear`'s inputs from its result's; `before` is the activation's input."""
         threads, lane, dpre, n = get_num_threads(), lane_dtype(dout.dtype), dout, weight.out_features
         if before is not None:
             free = owned and residual is None and not weight.gated
@@ -282,7 +181,7 @@ class Tape:
         self, x: Value, kind: str, parameters: tuple[Array, Array | None], scale: Array, shift: Array | None,
         eps: float, dout: Array, owned: bool,
     ) -> None:  # fmt: skip
-        """Go from the gradient of a `norm` to those of x and of the parameters, in lanes `scale`, `shift`."""
+        """Gradients of x and of a `norm`'s parameters, which are `scale` and `shift` in lanes."""
         there, there_owned = x.take()
         dx = dout if owned else there if there_owned else None
         if dx is None:
@@ -329,7 +228,7 @@ class Tape:
     ) -> Any:
         """`ops.rms_norm` with a gate, in which some rows of x may lie side by side.
 
-        weight is (features,), or (parts, features) where a row has several, each with a norm of its own.
+        weight is (features,), or (parts, features) where a row has several, each with a separate norm.
         """
         array, up, whole = self.array(x), self.array(gate), weight.ndim == 1
         parts = by_columns(np.atleast_2d(weight))
@@ -453,7 +352,7 @@ class Tape:
         return self.note(array, back, x.room)
 
     def shared(self, x: Any) -> Any:
-        """x, for several operations: in memory of its own, or with the sum of their gradients.
+        """x, for several operations: copied, or with the sum of their gradients.
 
         A `Part` takes one gradient alone.
         """
@@ -513,10 +412,6 @@ class Tape:
                     x.put(room, owned=True)
 
         return self.note(out, back)
-
-    def block(self, compute: Callable[..., Any], *inputs: Any) -> Any:
-        """``compute(tape, *inputs)``; a tape with `by_block` keeps nothing else of it."""
-        return self.checkpoint(compute, *inputs) if self.by_block else compute(self, *inputs)
 
     def rows(self, x: Any, which: Array) -> Any:
         """Some rows of x, as a bool array says."""

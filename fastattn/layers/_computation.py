@@ -12,7 +12,8 @@ from fastattn._args.errors import told, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import cotangent, data, rows
 from fastattn._args.types import FLOAT32, FLOAT64, Array, ArrayLike, Shape
 from fastattn._args.values import as_array, converted, flag, float_array, of_lists
-from fastattn._engine.tape import PLAIN, Drops, Tape
+from fastattn._engine.recorder import Drops
+from fastattn._engine.tape import PLAIN, Tape
 from fastattn._engine.values import Value
 from fastattn.grad import Pullback
 

@@ -14,8 +14,9 @@ from fastattn._args.ops import cotangent, rows
 from fastattn._args.types import Array, ArrayLike, Bools, Ints, Rounding, Shape
 from fastattn._args.values import as_array, flag, integers
 from fastattn._engine.program import Program
+from fastattn._engine.recorder import Drops
 from fastattn._engine.steps import Sequences
-from fastattn._engine.tape import Drops, Tape
+from fastattn._engine.tape import Tape
 from fastattn._engine.values import Gradients, Value
 from fastattn.grad import Pullback
 from fastattn.models._embeddings import Embeddings
@@ -171,7 +172,7 @@ class Recorded:
 
 
 def pulled(recorded: Recorded, mask: Bools | None, shape: Shape) -> tuple[Array, Pullback]:
-    """A result of `shape`, and the map from its gradient to those of a model's tensors, by their names.
+    """A result of `shape`, and the map from its gradient to the gradients of a model's tensors, by name.
 
     That does not read its argument where a token does not count.
     """
