@@ -1,6 +1,6 @@
 /* What the backward pass does with a tile of scores, element by element, keys on the lanes; and what it works on.
  *
- *     S = capped S, dropout's mask           the other modifiers are those of the few-row kernel: modifiers.inc.h
+ *     S = capped S, dropout's mask           other modifiers are as in the few-row kernel: modifiers.inc.h
  *     P = exp(S - lse), or sigmoids
  *     dS = P (dP - delta), or P (1 - P) dP       dP = dO V^T
  *     the gradients of the modifiers += dS
@@ -109,7 +109,7 @@ static int64_t column_groups(const row_block *rows, key_run run, block_kind kind
     return n;
 }
 
-/* The cap alone, of all scores: the other modifiers come behind it. */
+/* The cap alone, of all scores: the other modifiers come after it. */
 static void cap_rows(const modifiers *mods, int64_t n_rows, int64_t n, const back_tile *tile)
 {
     for (int64_t r = 0; r < n_rows; r++)

@@ -169,7 +169,7 @@ BY_HAND = {
 
 
 class Fill:
-    """The function that fills one struct of those that are `known`, from one of the argument `objects`."""
+    """The function that fills one of the `known` structs, from one of the argument `objects`."""
 
     def __init__(self, struct, known, objects):
         self.known, self.objects = known, objects
@@ -184,7 +184,7 @@ class Fill:
         self.fill(struct, class_of(struct), "a", "args", "    ")
 
     def find(self, struct, path):
-        """Find numbers and arrays by their names: the struct's own, before those of structs in it."""
+        """Find numbers and arrays by their names, first the struct's own, then of structs in it."""
         for name, kind, spec in self.known[struct]:
             if kind in (*NUMBERS, "fa_array"):
                 self.sizes.setdefault(name, f"{path}.{name}")

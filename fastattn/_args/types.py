@@ -196,7 +196,7 @@ class SelectedArgs(KernelArgs):
 
 # Options of attention whose gradients are a sum for each head.
 OF_HEADS = ("sinks", "alibi_slopes", "softcap")
-OF_NUMBERS = ("softcap",)  # those that are one number, whose gradient is the sum of all
+OF_NUMBERS = ("softcap",)  # options that are one number, whose gradient is the sum over heads
 
 
 @dataclass(slots=True, eq=False)

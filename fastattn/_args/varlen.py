@@ -62,7 +62,7 @@ def varlen_args(
 
     n_sequences, copies, lane = len(begins_q) - 1, list(args.copies), lane_dtype(args.q.dtype)
     args.batch_shape, args.begins = (n_sequences,), (begins_q, begins_k)
-    offset = np.diff(begins_k) - np.diff(begins_q)  # the last query stands at the last key
+    offset = np.diff(begins_k) - np.diff(begins_q)  # the last query is at the last key
     heads = (n_sequences, args.heads_q)
     if alibi_slopes is not None:
         args.alibi_slopes = head_values("alibi_slopes", alibi_slopes, heads, lane, copies)

@@ -76,7 +76,7 @@ class Kept(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a block is in a model, and where its keys are among those of the model."""
+    """Where a block and its keys are in a model."""
 
     layer: int = 0  # see `MixStep`
     ranges: int = 0  # see `AttendStep`, as of the next two

@@ -162,7 +162,7 @@ class TransformerDecoderLayer(TransformerLayer):
         return array
 
     def _keep(self, memory: ArrayLike | None, padding: Any, batch: int, cache: DecoderCache) -> None:
-        """Put the memory's keys, values and mask into `cache`, or check that they are those in it."""
+        """Put the memory's keys, values and mask into `cache`, or check that it has the same ones."""
         padding = None if padding is None else as_array("memory_key_padding_mask", padding)
         if cache.keys_values is None:
             array = _computation.batch_first("memory", self._memory(memory, batch))

@@ -136,7 +136,7 @@ class RecurrentLayer(Layer):
         return {}
 
     def _mixed(self, tape: Tape, product: Any, sizes: Sizes, carried: Carried) -> Any:
-        """From the rows of `in_map` to those of the map out: by the layer's mixer, if it has one."""
+        """Rows for the map out, computed from rows of `in_map` by the layer's mixer, if it has one."""
         mixer = self._mixer(*[getattr(self, name) for name in self._mixer_fields])
         return mixer.mixed(tape, product, sizes, carried)
 

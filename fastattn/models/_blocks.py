@@ -190,7 +190,7 @@ class Blocks:
         return self.names.router is not None and (self.routed is None or i in self.routed)
 
     def _feed_forwards(self, routed: bool) -> list[str]:
-        """The prefixes of the names of each feed-forward of a block: one, or those of experts."""
+        """The prefixes of the names of each feed-forward of a block: one, or one for each expert."""
         return [self.names.experts.format(i) for i in range(self.experts)] if routed else [""]
 
     def norm(self, name: str, scale: float = 1.0, features: int | None = None) -> Norm:

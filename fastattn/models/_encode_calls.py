@@ -57,7 +57,7 @@ def routed(
 ) -> _Model:
     """One of `models`, the `usual` one, which sends texts to the others by their task: see `Routes`.
 
-    It has no tensors of its own that could change: those of the others would not.
+    It has no tensors, and the other modules' tensors cannot be changed through it.
     """
     first: Any = models[next(iter(models)) if usual is None else usual]
     routes, encoder = Routes(dict(models), usual, mappings, make), getattr(first, "encoder", None)

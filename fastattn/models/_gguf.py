@@ -218,7 +218,7 @@ def _scaling(own: Config, file: GgufFile, head_dim: int, names: Mapping[str, str
     begin = "rope.scaling."
     kind = own.one_of(f"{begin}type", ("none", "linear", "yarn", "longrope"), "none")
     given = {key.removeprefix(begin): x for key, x in own.values.items() if key.startswith(begin)}
-    both = names is not LONG_FACTORS  # those of short texts, and of long ones
+    both = names is not LONG_FACTORS  # factors for short texts, and for long ones
     known = {**_SCALING, "attn_factor": "attention_factor"} if both else _SCALING
     if unknown := sorted(given.keys() - {*known, "finetuned"}):
         came = f"{own.path}: {own.prefix + begin + unknown[0]!r} is not known"

@@ -127,7 +127,7 @@ def _by_heads(own: Config, values: dict[str, Any], other: str) -> dict[str, Any]
 
 
 def layers_of(own: Config) -> int:
-    """The number of layers before those that guess further tokens."""
+    """Number of layers, without the ones that guess further tokens."""
     count, further = own.size("block_count"), own.size("nextn_predict_layers", 0, low=0)
     if further >= count:
         raise own.wrong("nextn_predict_layers", further, f"fewer than all {count} layers")
@@ -240,7 +240,7 @@ class Row(NamedTuple):
     """What files of a model have."""
 
     interleaved: bool = False  # rows of heads of queries and keys: there pairs that rotate are neighbours
-    needs: tuple[str, ...] = ()  # keys beside those of all models, where config.json's may be missing
+    needs: tuple[str, ...] = ()  # keys that not all models need, where config.json's may be missing
     only: Mapping[str, Any] = {}  # what alone is supported of keys
     experts: bool = False
     multiplied: bool = False  # by Granite's multipliers

@@ -131,7 +131,7 @@ class Packed(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The type of the weight, which this stands for while tensors are checked."""
+        """Type of the weight; this takes its place while tensors are checked."""
         return self.stored
 
     @property

@@ -259,7 +259,7 @@ class Source:
         stored: str | None = None,
         tiles: tuple[int, int] = (1, 1),
     ) -> PackedLinear:
-        """Rows of a linear map, end to end, or those of a gated pair, up and gate, packed.
+        """Rows of a linear map, end to end, or of a gated pair, up and gate, packed.
 
         Tensors that are `transposed` are (in, out). They are `stored` as the model's weights are, or as this
         says. All axes but the first count as one, as of a convolution; `tiles` says how a file has them: see

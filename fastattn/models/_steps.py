@@ -29,7 +29,7 @@ _ROW = 0.1  # of a step
 
 
 class Speculation:
-    """The text of one sequence so far, and proposals of how it goes on.
+    """The text of one sequence so far, and proposed continuations.
 
     A wrong proposal costs a row of a step, and what the proposer took, `cost` steps. Such rows have a credit,
     which grows a little with every step and much with what is accepted, and proposals stay within it: where
@@ -43,7 +43,7 @@ class Speculation:
         self._most, self._credit = _MOST_AT_FIRST, _AT_FIRST
 
     def after(self, tokens: list[int], most: int) -> list[int]:
-        """Propose at most `most` tokens after `tokens`: those that were accepted, and one more."""
+        """Propose at most `most` tokens after `tokens`, the accepted ones and one more."""
         accepted, proposed = len(tokens) - 1, len(self._proposed)
         if proposed:
             self._most = min(2 * self._most, MOST) if accepted == proposed else max(accepted + 1, _LEAST)

@@ -167,7 +167,7 @@ def read_decoder(
     Positions are a table of `max_length`, or rotary with what `frequencies` returns, by default the first of
     it. Tokens' vectors are times `token_scale`; in a `tied` model they are the weight of the output layer,
     too, unless the file has another. Logits are times `logit_scale`, which the last norm has, and kept within
-    `softcap`. With `query_growth`, queries are rotated by tables of their own, after all others. `inputs`
+    `softcap`. With `query_growth`, queries are rotated by separate tables, after all others. `inputs`
     reads those of the blocks.
     """
     source, precision = blocks.source, blocks.source.precision
