@@ -40,15 +40,16 @@ def append_args(
             raise ValueError(f"(): {name} has shape {x.shape}; expected {expected} as before")
         if kept_as is None and x.dtype.newbyteorder("=") != there.dtype:
             raise TypeError(f"(): {name} has dtype {x.dtype}; expected {there.dtype} as before")
-    counts = None
-    if lengths is not None:
-        batch, _, tokens, _ = k.shape
-        counts = of_sequences("lengths", lengths, (batch,), 0, tokens)
-        counts = np.broadcast_to(counts, (batch,))
+    counts = None if lengths is None else counts_of(lengths, k.shape[0], k.shape[2])
     if kept_as == np.int8 and held and k.dtype.newbyteorder("=") == FLOAT64 and held[2].dtype == FLOAT32:
         for name, x in (("k", k), ("v", v)):
             _require_float32(name, x, counts)
     return k, v, counts
+
+
+def counts_of(lengths: Any, batch: int, tokens: int) -> Ints:
+    """Check how many of the new tokens of each sequence are not padding."""
+    return np.broadcast_to(of_sequences("lengths", lengths, (batch,), 0, tokens), (batch,))
 
 
 def _require_float32(name: str, x: Array, counts: Ints | None) -> None:

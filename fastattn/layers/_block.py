@@ -245,16 +245,17 @@ def model_program(
     before: Sequence[Step] = (),
     keeps_input: bool = False,
     rounds: bool = False,
+    shares_cache: bool = True,
 ) -> tuple[Program, tuple[Window, ...]]:
     """A model's blocks one after another, between the norms `first` and `last`; and their windows.
 
     The map `widened` follows the first norm. A call gives the ranges of each window, in this order. The
     program may overwrite its input, unless it `keeps_input`. Steps `before` all others write to `INPUTS`. See
-    `build` for `rounds`.
+    `build` for `rounds`. With `shares_cache`, blocks of one `Kept` have `Slots` together, else each has some.
     """
     windows = tuple(dict.fromkeys(block.window for block in blocks))
     sizes, last_readers = list(held_heads(blocks)), {block.keys_from: i for i, block in enumerate(blocks)}
-    first_kv, attends = dict.fromkeys(sizes, 0), dict[int | None, AttendStep]()
+    first_kv, attends = dict[int, int](), dict[int | None, AttendStep]()
     in_use: dict[str, int] = {}  # buffers of keys, and the last block that reads them
     steps: list[Step] = []
     if first is not None:
@@ -269,13 +270,13 @@ def model_program(
         if (giver := attends.get(block.keys_from)) is not None:
             place = place._replace(first_kv=giver.first_kv, size=giver.size, giver=giver)
         elif block.mixer is None:
-            size, gives = block.kept, None
+            size, gives = sizes.index(block.kept) if shares_cache else len(first_kv), None
             if i in last_readers:
                 names = (f"keys {n} of {block.qkv.weight.out_features}" for n in count())
                 gives = next(name for name in names if in_use.get(name, -1) < i)
                 in_use[gives] = last_readers[i]
-            place = place._replace(first_kv=first_kv[size], size=sizes.index(size), gives=gives)
-            first_kv[size] += block.heads_kv
+            place = place._replace(first_kv=first_kv.get(size, 0), size=size, gives=gives)
+            first_kv[size] = place.first_kv + block.heads_kv
         own = block.steps(x, OUT, total, place)
         if block.mixer is None:
             attends[i] = next(step for step in own if isinstance(step, AttendStep))

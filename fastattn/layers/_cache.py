@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from fastattn import _safetensors
-from fastattn._args.cache import append_args, cache_args
+from fastattn._args.cache import append_args, cache_args, counts_of
 from fastattn._args.errors import named, put_name
-from fastattn._args.types import Array, ArrayLike, DTypeLike, Ints, Shape, lane_dtype
+from fastattn._args.types import FLOAT32, Array, ArrayLike, DTypeLike, Ints, Shape, lane_dtype
 from fastattn._args.values import integer, integers, is_float
 from fastattn._engine.slots import Slots
 
@@ -189,6 +188,17 @@ class KVCache:
         if scales:
             cached.k_scale, cached.v_scale = scales
         return cached
+
+    def _fits(self, batch: int, heads_kv: int, head_dim: int, dtype: np.dtype[Any]) -> bool:
+        """Whether a program may write such keys and values, and attend them; `append` says why not."""
+        kept = self._dtype or dtype
+        if kept != dtype and kept != np.int8 and not (dtype == FLOAT32 and kept.itemsize == 2):
+            return False
+        if not self._held:
+            return True
+        k, v, *scales = self._held
+        fits = k.shape == v.shape == (batch, heads_kv, self._capacity, head_dim) and k.dtype == kept
+        return fits and not (scales and scales[0].dtype != lane_dtype(dtype))
 
     def _extend(self, k: Shape, v: Shape, dtype: np.dtype[Any], counts: Ints | None) -> Slots:
         """Make room for new tokens and count them; the caller writes them next.
@@ -404,16 +414,49 @@ class Caches(list[OneCache]):
                 cache.select(sequences)
 
 
-@contextmanager
-def restored_on_error(caches: Sequence[KVCache | DecoderCache | None]) -> Iterator[None]:
-    """Context manager that restores `caches` if its block raises."""
-    held: list[Any] = [cache for cache in caches if cache is not None]
-    held += [cache.tokens for cache in held if isinstance(cache, DecoderCache)]
-    # References are enough: a cache writes to its arrays only after the tokens that it counts.
-    states = [dict(vars(cache)) for cache in held]
-    try:
-        yield
-    except BaseException:
-        for cache, state in zip(held, states, strict=True):
-            vars(cache).update(state)
-        raise
+class restored_on_error:  # noqa: N801
+    """Context manager that restores `caches` if its block raises; one of `contextlib` takes longer."""
+
+    __slots__ = ("_states",)
+
+    def __init__(self, caches: Sequence[KVCache | DecoderCache | None]) -> None:
+        held: list[Any] = [cache for cache in caches if cache is not None]
+        held += [cache.tokens for cache in held if isinstance(cache, DecoderCache)]
+        # References are enough: a cache writes to its arrays only after the tokens that it counts.
+        self._states = [(vars(cache), dict(vars(cache))) for cache in held]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is not None:
+            for now, before in self._states:
+                now.update(before)
+
+
+def slots_of(
+    caches: Sequence[KVCache],
+    heads: Sequence[tuple[int, int]],
+    sizes: tuple[int, int],
+    dtype: np.dtype[Any],
+    lengths: ArrayLike | None,
+) -> tuple[Slots, ...] | None:
+    """Where a program writes keys and values of `sizes`, (batch, tokens), with so many `heads` of each size.
+
+    None where only the caches' `append` can tell what happens.
+    """
+    (batch, tokens), first = sizes, caches[0]
+    for cache, own in zip(caches, heads, strict=True):
+        alike = cache._lengths is first._lengths or np.array_equal(cache._lengths, first._lengths)
+        if not (alike and cache._length == first._length and cache._fits(batch, *own, dtype)):
+            return None
+    counts = None
+    if lengths is not None:
+        try:
+            counts = counts_of(lengths, batch, tokens)
+        except Exception as error:
+            put_name("KVCache.append", error)
+            raise
+    shapes = [(batch, heads_kv, tokens, head_dim) for heads_kv, head_dim in heads]
+    given = zip(caches, shapes, strict=True)
+    return tuple(cache._extend(shape, shape, dtype, counts) for cache, shape in given)

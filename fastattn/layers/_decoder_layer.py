@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from fastattn.layers._attention import Attended
     from fastattn.layers._transformer import Call
 
-NOTHING = nullcontext()
 _TGT = ("tgt", "tgt_mask", "tgt_key_padding_mask")
 _MEMORY = ("tgt", "memory_mask", "memory_key_padding_mask")
 
@@ -135,7 +133,7 @@ class TransformerDecoderLayer(TransformerLayer):
         of_memory: Any = None
         tokens: Any = None
         position: Any = 0
-        with NOTHING if cache is None else restored_on_error((cache,)):
+        with restored_on_error((cache,)):
             if cache is not None:
                 names, mask, padding, is_causal = over_masks
                 self._keep(memory, padding, sizes[0], cache)

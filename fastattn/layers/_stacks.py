@@ -20,7 +20,7 @@ from fastattn.layers import _computation
 from fastattn.layers._basic import NormLayer
 from fastattn.layers._cache import Caches, DecoderCache, KVCache, restored_on_error
 from fastattn.layers._computation import Made
-from fastattn.layers._decoder_layer import NOTHING, DecoderOptions, TransformerDecoderLayer
+from fastattn.layers._decoder_layer import DecoderOptions, TransformerDecoderLayer
 from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
     TransformerEncoderLayer,
@@ -134,7 +134,7 @@ class LayerStack(Layer):
         """One layer after another, of rows x and the memory's, and the norm; in rows."""
         givers, shared = set(self._borrowed.values()), dict[int | None, Any]()
         caches = self._one_each(cache)
-        with NOTHING if cache is None else restored_on_error(caches):
+        with restored_on_error(caches):
             for i, (layer, own) in enumerate(zip(self.layers, caches, strict=True)):
                 more = {"keys_values": shared.get(self._borrowed.get(i)), "share": i in givers}
                 x = tape.block(partial(layer._forward, call=call, cache=own, **more), x, *memory)
@@ -212,7 +212,8 @@ class TransformerEncoder(LayerStack):
         return self.layers[0]._encoding(self, src, masks, cache, lengths)
 
     def _forward(self, tape: Tape, x: Any, *memory: Any, call: Call, cache: Any = None) -> Any:
-        out, padding = by_program(self, tape, x, call, cache)
+        caches = [own for own in self._one_each(cache) if own is not None]
+        out, padding = by_program(self, tape, x, call, caches)
         if out is not None:
             return out
         out = super()._forward(tape, x, call=call, cache=cache)

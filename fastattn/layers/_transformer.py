@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fastattn._args import key_ranges
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.ops import epsilon, integer_activations
 from fastattn._args.packed import WEIGHT_DTYPES
@@ -19,13 +20,13 @@ from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._attention_parameters import HEAD_OPTIONS
 from fastattn.layers._basic import ACTIVATIONS, FeedForward, LayerNorm, NormLayer, RMSNorm
 from fastattn.layers._block import Block, Norm, Projection, model_program, visible
-from fastattn.layers._cache import KVCache
+from fastattn.layers._cache import KVCache, restored_on_error, slots_of
 from fastattn.layers._computation import Made
 from fastattn.layers._scores import padding_alone
 from fastattn.layers._state import Layer
 
 if TYPE_CHECKING:
-    from fastattn._args.types import Bools
+    from fastattn._args.types import Bools, Ints
     from fastattn._engine.program import Program
     from fastattn._engine.tape import Tape
     from fastattn.layers._attention import Attended
@@ -50,6 +51,7 @@ class Prepared(NamedTuple):
     windows: tuple[Window, ...]
     ropes: list[Rope]  # of its rotations
     movable: bool  # hidden rows may be left out
+    heads: list[tuple[int, int]]  # of keys, number and size, of each block that has some
 
 
 def require_fields(layer: Any) -> None:
@@ -241,7 +243,7 @@ class TransformerEncoderLayer(TransformerLayer):
         """
         sizes, (masks,), lengths, _ = call
         alone = not (share or self.self_attn.query_only)
-        out, padding = by_program(self, tape, x, call, cache, alone)
+        out, padding = by_program(self, tape, x, call, () if cache is None else (cache,), alone)
         if out is not None:
             return out
         counted = None if padding is None else ~padding.ravel()
@@ -283,18 +285,19 @@ class TransformerEncoderLayer(TransformerLayer):
 
 
 def by_program(
-    whole: Any, tape: Tape, x: Any, call: Call, cache: Any, alone: bool = True
+    whole: Any, tape: Tape, x: Any, call: Call, caches: Sequence[KVCache], alone: bool = True
 ) -> tuple[Any, Bools | None]:
     """The result of a layer or a stack in one program, of rows x; and its padding, if that is the only mask.
 
     The result is None where programs lack a mask or an option, or the layer is not `alone`. `whole` keeps the
-    program, which is made anew after a change. Rows of padding are 0.
+    program, which is made anew after a change. Rows of padding are 0. `caches` are of layers that have keys.
     """
     sizes, (masks,), lengths, _ = call
-    if cache is not None or lengths is not None:
-        return None, None
-    plain, padding = padding_alone(masks, sizes)
-    if not (plain and alone):
+    if caches:
+        plain, padding = masks[1] is masks[2] is None, None
+    else:
+        plain, padding = padding_alone(masks, sizes)
+    if not (plain and alone and (lengths is None or caches)):
         return None, padding
     layers = whole.__dict__.get("layers")
     # A layer that referred to itself would be freed late; the caller of a stack may change its list.
@@ -305,20 +308,31 @@ def by_program(
         whole.__dict__["_plain"] = key, found
     if found is None or not (padding is None or found.movable):
         return None, padding
-    program, windows, ropes, _ = found
+    program, windows, ropes, _, heads = found
     batch, length = sizes
+    start: Ints | int = 0
     if padding is not None:
         ragged = Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
         counted = ~padding.ravel()
         out = program.on(tape, tape.rows(x, counted), ragged, tape.by_block)
         return tape.spread(out, counted), padding
-    sequences = Sequences(batch)
-    if ropes:
-        sequences = sequences._replace(rotations=_rotations(ropes, length, tape.array(x).dtype))
-    if masks[3] or windows != (None,):
-        positions = np.arange(length)[None, None]
-        sequences = sequences._replace(ranges=visible(windows, positions, masks[3], (), length))
-    return program.on(tape, x, sequences, tape.by_block), None
+    with restored_on_error(caches):
+        sequences, shared, len_k, causal = Sequences(batch), (), length, masks[3]
+        if caches:
+            start = caches[0].offset
+            slots = slots_of(caches, heads, sizes, x.dtype, lengths)
+            if slots is None:
+                return None, None
+            _, _, _, ends, len_k = slots[0][:5]
+            sequences = sequences._replace(slots=slots)
+            # A token after all others attends to all of them without `causal`.
+            shared, causal = () if ends is None else (key_ranges.lengths(ends),), causal and length > 1
+        if ropes:
+            sequences = sequences._replace(rotations=_rotations(ropes, start, length, tape.array(x).dtype))
+        if shared or causal or windows != (None,):
+            positions = np.asarray(start)[..., None, None] + np.arange(length)[None]
+            sequences = sequences._replace(ranges=visible(windows, positions, causal, shared, len_k))
+        return program.on(tape, x, sequences, tape.by_block), None
 
 
 def _program(layers: Sequence[TransformerEncoderLayer], whole: Any) -> Prepared | None:
@@ -333,10 +347,14 @@ def _program(layers: Sequence[TransformerEncoderLayer], whole: Any) -> Prepared 
     plain = [block for block in blocks if block is not None]
     if plain != blocks:
         return None
-    made = model_program(plain, None, None if norm is None else norm._of_block(), keeps_input=True)
-    return Prepared(*made, ropes, all(own._movable for own in heads))
+    last = None if norm is None else norm._of_block()
+    made = model_program(plain, last=last, keeps_input=True, shares_cache=False)
+    held = [(block.heads_kv, block.head_dim) for block in plain if block.keys_from is None]
+    return Prepared(*made, ropes, all(own._movable for own in heads), held)
 
 
-def _rotations(ropes: Sequence[Rope], length: int, dtype: np.dtype[Any]) -> tuple[tuple[Array, Array], ...]:
-    tables = (rope.tables(0, length, dtype) for rope in ropes)
-    return tuple((cos[None], sin[None]) for cos, sin in tables)
+def _rotations(
+    ropes: Sequence[Rope], start: Ints | int, length: int, dtype: np.dtype[Any]
+) -> tuple[tuple[Array, Array], ...]:
+    tables = (rope.tables(start, length, dtype) for rope in ropes)
+    return tuple((cos[..., None, :, :], sin[..., None, :, :]) for cos, sin in tables)

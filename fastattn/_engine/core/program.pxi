@@ -6,9 +6,6 @@ cdef enum:
     MAX_BUFFERS = 24  # x, out, inputs and the places in memory
     FIRST_PLACE = 3
     MAX_ROTATIONS = 4
-    MAX_SIZES = 4
-    # Of a call's batch: rotations; and for each size of heads the cache, starts, and where new tokens go.
-    N_TABLES = 9 * MAX_SIZES + 2 * MAX_ROTATIONS
 
 # (batch * length, columns) of `size` bytes; `row` bytes lie between the beginnings of two rows.
 cdef struct Buffer:
@@ -35,7 +32,7 @@ cdef struct Call:
     fa_array sin[MAX_ROTATIONS]
     int64_t pairs[MAX_ROTATIONS]
     int rotations
-    Held held[MAX_SIZES]
+    Held *held  # one for each of `Sequences.slots`
     int sizes
 
 
@@ -157,7 +154,10 @@ cdef class Program:
                 raise ValueError(f"fastattn: {memory.nbytes} bytes of memory are too few for {c.m} rows")
             _set_dtype(&c.buffers[FIRST_PLACE + i], self.widths[i], c.between if self.between[i] else c.dtype)
             c.buffers[FIRST_PLACE + i].data = <char *>cnp.PyArray_DATA(memory) + c.m * self.begins[i] * c.size
-        tables = _Tables((c.batch,), N_TABLES)
+        # Of a call's batch: rotations; and of each of the slots the cache, starts, and where new tokens go.
+        tables = _Tables((c.batch,), 2 * MAX_ROTATIONS + 9 * len(call.slots))
+        held = bytearray(len(call.slots) * sizeof(Held))
+        c.held = <Held *>PyByteArray_AS_STRING(held)
         _set_sequences(&c, call, tables)
         for step in self.steps:
             step.run(&c, call)
@@ -189,8 +189,6 @@ cdef void _set_sequences(Call *c, call, _Tables tables) except *:
         tables.set(&c.cos[i], "cos", cos, lane, 3, 1, c.length, c.pairs[i], True)
         tables.set(&c.sin[i], "sin", sin, lane, 3, 1, c.length, c.pairs[i], True)
     c.sizes = len(call.slots)
-    if c.sizes > MAX_SIZES:
-        raise ValueError(f"fastattn: a cache of {c.sizes} sizes of heads; expected at most {MAX_SIZES}")
     for i in range(c.sizes):
         _set_slots(c, call.slots[i], &c.held[i], tables)
         # Of sequences of different lengths, the numbers of keys are those of the first size.
