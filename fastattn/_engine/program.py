@@ -98,12 +98,13 @@ class Program:
         if not self.steps:
             return tape.note(x.array, x.put)
         whole = _Segment(X, self.steps, self.steps[-1].out)
+        memory = () if call.memory is None else (call.memory,)
         if not checkpoint:
-            return whole.run(call, tape, x)
+            return whole.run(call, tape, x, *memory)
         given: dict[str, list[Any]] = {}
         for segment in _segments(self.steps):
             taken = [value for name in segment.takes for value in given[name]]
-            x = tape.checkpoint(partial(segment.run, call), x, *taken)
+            x = tape.checkpoint(partial(segment.run, call), x, *memory, *taken)
             if segment.gives:
                 x, values = x
                 given |= _shared_out(segment.gives, values)
@@ -113,9 +114,9 @@ class Program:
         """OUT, a new array of x's dtype, in one call of the compiled layer; on another `tape` by steps."""
         n = len(x)
         out = np.empty((n, self.columns), x.dtype)
-        if not out.size:
+        if not (out.size or call.attentions):  # layers may have to check what they are given
             return out
-        compiled = settings.current.backend == "compiled" and tape is PLAIN
+        compiled = settings.current.backend == "compiled" and tape is PLAIN and out.size > 0
         threads, rows = settings.get_num_threads(), 0
         one_by_one, chained = self.layouts
         if compiled and chained.chains:
@@ -125,9 +126,10 @@ class Program:
         if compiled:
             # Several threads may make the first call: each one's parts are whole.
             layout.compiled = parts = layout.compiled or self._compile(layout)
+            buffers: dict[str, Any] = {}
             for part in parts:
                 if isinstance(part, Step):
-                    buffers = self._buffers(layout, x, out, memory, call)
+                    buffers = buffers or self._buffers(layout, x, out, memory, call)
                     part.run(PLAIN, buffers, call, buffers[part.out])
                 else:
                     part.run(x, out, memory, call, threads, rows)
@@ -283,6 +285,8 @@ class _Segment(NamedTuple):
     gives: tuple[str, ...] = ()
 
     def run(self, call: Sequences, tape: Tape, x: Any, *taken: Any) -> Any:
+        if call.memory is not None:  # of a checkpoint, its own value
+            call, taken = call._replace(memory=taken[0]), taken[1:]
         values = {self.x: x, **_shared_out(self.takes, taken)}
         for step in self.steps:
             values[step.out] = step.run(tape, values, call)
@@ -319,10 +323,11 @@ def _segments(steps: Sequence[Step]) -> list[_Segment]:
     for begin, end in pairwise(cuts):
         takes, gives = list[str](), list[str]()
         for step in steps[begin:end]:
-            if isinstance(step, AttendStep) and step.keys is not None and step.given not in takes + gives:
-                takes.append(step.given)
-            elif isinstance(step, AttendStep) and step.gives:
-                gives.append(step.given)
+            along: Any = step
+            if getattr(step, "keys", None) is not None and along.given not in takes + gives:
+                takes.append(along.given)
+            elif getattr(step, "gives", False):
+                gives.append(along.given)
         own = alone[begin], tuple(steps[begin:end]), alone[end]
         segments.append(_Segment(*own, tuple(takes), tuple(gives)))
     return segments

@@ -49,6 +49,9 @@ class Sequences(NamedTuple):
     # Of each layer that carries states: the arguments of its convolution and its recurrence for them.
     states: Sequence[Sequence[dict[str, Any]]] | None = None
     inputs: Array | None = None  # (rows, features): more of the tokens than x has; steps may write there
+    # Of attentions that layers compute in Python: what each is given, by number; and rows that some attend.
+    attentions: Sequence[dict[str, Any]] = ()
+    memory: Any = None
 
     def alone(self) -> Iterator[tuple[slice, Sequences]]:
         """The rows of each sequence of a ragged batch, and the sequence as a batch of its own."""

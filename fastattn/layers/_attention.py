@@ -258,13 +258,14 @@ class MultiHeadAttention(AttentionParameters):
         q_offset: Ints | int = 0,
         counted: Bools | None = None,
         share: bool = False,
+        out: Array | None = None,
     ) -> tuple[Any, Any, Attended | None]:
         """A call's output; the weights of each head, or None; with `share`, the keys and values attended.
 
         x, key, value, residual and the output are rows. `key` is None if it is the query, `value` if it is
         the key. Without a cache, the first query is at `q_offset`, and the first of `keys_values` at 0.
         Of the rows of `sizes`, x, residual and the output have those that are `counted`; None: all. A
-        recording tape takes no cache and gives no weights.
+        recording tape takes no cache and gives no weights. A plain one writes to `out`.
         """
         if self.query_only and keys_values is None:
             expected = "keys_values, or a stack in which an earlier layer has keys"
@@ -337,21 +338,21 @@ class MultiHeadAttention(AttentionParameters):
                 return [heads.transpose(0, 2, 1, 3)]
 
             a, b, c = arrays = tape.array(q), tape.array(k), tape.array(v)
-            out, given = by_head(mixed)[0], bool(options) or keys_values is not None
+            by_heads, given = by_head(mixed)[0], bool(options) or keys_values is not None
             if given or not a.dtype == b.dtype == c.dtype or b.shape[2] != c.shape[2]:
                 args = attention_args(*arrays, names=("query", "key", "value"), **options)
-                if args.out.shape != out.shape:
-                    raise ValueError(f"(): attention gives shape {args.out.shape}; expected {out.shape}")
-                args.out = out
+                if args.out.shape != by_heads.shape:
+                    raise ValueError(f"(): attention gives shape {args.out.shape}; expected {by_heads.shape}")
+                args.out = by_heads
             else:  # nothing to check in a layer's own projections: a third of a small layer's Python
-                args = plain_args(*arrays, out, settings.get_num_threads())
+                args = plain_args(*arrays, by_heads, settings.get_num_threads())
             attended = tape.attend([(args, q, k, v)], mixed, by_head, self.sink_logits)
         gated = attended if gate is None else tape.gate(gate, attended)
         if counted is not None:
             gated = tape.rows(gated, counted)
         last = self.out_proj
         parameters = last.packed_weight, last.bias_vector, last.activations
-        result = tape.linear(gated, *parameters, residual=residual)
+        result = tape.linear(gated, *parameters, residual=residual, out=out)
         weights = None
         if need_weights:
             k = _widened(k, options.pop("k_scale", None), q.dtype)

@@ -20,16 +20,21 @@ from fastattn._engine.steps import (
     LinearStep,
     NormStep,
     ScaleStep,
+    Sequences,
+    Step,
+    Values,
     X,
 )
 from fastattn.layers._mixers import MixStep
 
 if TYPE_CHECKING:
     from fastattn._args.packed import PackedLinear
-    from fastattn._engine.steps import Step
+    from fastattn._engine.tape import Tape
     from fastattn.layers._mixers import Mixer
 
 Window = tuple[int, int] | None
+
+_NONE: Any = None
 
 
 class Norm(NamedTuple):
@@ -75,14 +80,60 @@ class Kept(NamedTuple):
     left: int | None  # so many keys before a query are attended; None: all
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStep(Step):
+    """``out = residual + layer(x)`` of a `MultiHeadAttention`, in Python: with options that steps lack.
+
+    The call says what else the layer is given, in `Sequences.attentions`.
+    """
+
+    op = None
+    along = True
+    sources = ("x", "residual")
+
+    layer: Any
+    residual: str
+    number: int  # in the call's `attentions`
+    over_memory: bool = False  # it attends the call's memory
+    giver: int | None = None  # the number of the step whose keys and values it attends
+    gives: bool = False  # later steps attend its keys and values
+
+    @property
+    def keys(self) -> str | None:
+        """The name of another step's keys and values."""
+        return None if self.giver is None else self.given
+
+    @property
+    def given(self) -> str:
+        """The name of the keys and values that it gives or attends."""
+        return f"given {self.number if self.giver is None else self.giver}"
+
+    @property
+    def columns(self) -> int:
+        return self.layer.out_proj.out_features  # type: ignore[no-any-return]
+
+    def run(self, tape: Tape, values: Values, call: Sequences, out: Array | None = None) -> Any:
+        own = dict(call.attentions[self.number])
+        if self.over_memory:
+            own["key"] = call.memory
+        elif self.giver is not None:
+            own["keys_values"] = values[self.given]
+        own |= {"residual": values[self.residual], "share": self.gives, "out": out}
+        found, _, keys = self.layer._attend(tape, values[self.x], **own)
+        if self.gives:
+            values[self.given] = keys
+        return found
+
+
 class Place(NamedTuple):
     """Where a block and its keys are in a model."""
 
+    number: int  # of the block
     layer: int = 0  # see `MixStep`
     ranges: int = 0  # see `AttendStep`, as of the next two
     first_kv: int = 0
     size: int = 0
-    giver: AttendStep | None = None  # the step whose keys it attends
+    giver: Any = None  # the step whose keys it attends
     gives: str | None = None  # the buffer where later blocks find its keys
 
 
@@ -99,16 +150,18 @@ class Block:
 
     norm_first: bool
     attention_norm: Norm | None  # None, with `norm_first`: x is attended as it is
-    qkv: Projection  # to queries, keys and values, side by side
-    heads: int
-    heads_kv: int
-    head_dim: int
-    scale: float
-    attended: Projection  # what follows attention
-    inner_norm: Norm | None  # None, as above
-    inner: Projection | Experts  # a gated pair where the activation multiplies
-    activation: Activation
-    outer: Projection | None  # None with experts
+    qkv: Projection = _NONE  # to queries, keys and values, side by side
+    heads: int = 0
+    heads_kv: int = 0
+    head_dim: int = 0
+    scale: float = 0.0
+    attended: Projection = _NONE  # what follows attention
+    layer: Any = None  # a `MultiHeadAttention`, in place of the maps and heads above: see `LayerStep`
+    over_memory: bool = False  # only with a `layer`
+    inner_norm: Norm | None = None  # None, as above
+    inner: Projection | Experts | None = None  # a gated pair where the activation multiplies; None: nothing
+    activation: Activation = "relu"
+    outer: Projection | None = None  # None with experts
     head_norms: tuple[Norm, ...] = ()  # of heads side by side, from the first query's on: see `NormStep`
     window: Window = None  # keys before and after a query that it attends; None: all
     rotation: int | None = None  # of queries and keys, as `bias` of scores: see `AttendStep`
@@ -139,6 +192,11 @@ class Block:
         if self.norm_first and self.attention_norm is not None:
             attended = "normed"
             steps.append(NormStep(x, attended, *self.attention_norm))
+        summed = out if self.norm_first else total
+        if self.layer is not None:
+            source = None if place.giver is None else place.giver.number
+            own = (self.layer, x, place.number, self.over_memory, source, place.gives is not None)
+            return [*steps, LayerStep(attended, summed, *own), *self._rest(x, out, total)]
         # A buffer has one width, and blocks may differ.
         product = place.gives or f"product {self.qkv.weight.out_features}"
         features = self.heads * self.head_dim if self.mixer is None else self.mixer.columns
@@ -163,23 +221,30 @@ class Block:
                 steps.append(GateStep(context, context, product, begin, features))
         else:
             steps.append(MixStep(product, context, self.mixer, place.layer))
-        attention_post, inner_post = self.post_norms or (None, None)
+        post_norm = None if self.post_norms is None else self.post_norms[0]
+        steps += _added(context, self.attended, post_norm, x, summed)
+        return [*steps, *self._rest(x, out, total)]
+
+    def _rest(self, x: str, out: str, total: str) -> list[Step]:
+        """Steps after attention was added to buffer `x`, as in `steps`."""
+        steps: list[Step] = []
+        inner_post = None if self.post_norms is None else self.post_norms[1]
         inner, end = out, out  # what the feed-forward reads, and where it is added
         if self.norm_first:
-            steps += _added(context, self.attended, attention_post, x, out)
             if self.inner_norm is not None:
                 inner = "normed"
                 steps.append(NormStep(out, inner, *self.inner_norm))
         else:
             assert self.attention_norm is not None
             end = total
-            steps.append(LinearStep(context, total, *self.attended, residual=x))
             if self.second_norm is None:
                 steps.append(NormStep(total, out, *self.attention_norm))
             else:
                 steps.append(NormStep(total, total, *self.attention_norm))
                 steps.append(AddStep(total, total, x, self.attended.weight.out_features))
                 steps.append(NormStep(total, out, *self.second_norm))
+        if self.inner is None:
+            return steps
         if isinstance(self.inner, Experts):
             steps.append(ExpertsStep(inner, end, self.inner, self.activation, out))
         else:
@@ -255,7 +320,7 @@ def model_program(
     """
     windows = tuple(dict.fromkeys(block.window for block in blocks))
     sizes, last_readers = list(held_heads(blocks)), {block.keys_from: i for i, block in enumerate(blocks)}
-    first_kv, attends = dict[int, int](), dict[int | None, AttendStep]()
+    first_kv, attends = dict[int, int](), dict[int | None, Step]()
     in_use: dict[str, int] = {}  # buffers of keys, and the last block that reads them
     steps: list[Step] = []
     if first is not None:
@@ -266,9 +331,11 @@ def model_program(
         free = steps and widened is None and not keeps_input
         x, total = (OUT if steps else X), (X if free else "total")
         layer = sum(each.mixer is not None for each in blocks[:i])
-        place = Place(layer, windows.index(block.window))
-        if (giver := attends.get(block.keys_from)) is not None:
-            place = place._replace(first_kv=giver.first_kv, size=giver.size, giver=giver)
+        place = Place(i, layer, windows.index(block.window), giver=attends.get(block.keys_from))
+        if block.layer is not None:
+            place = place._replace(gives="" if i in last_readers else None)
+        elif (giver := place.giver) is not None:
+            place = place._replace(first_kv=giver.first_kv, size=giver.size)
         elif block.mixer is None:
             size, gives = sizes.index(block.kept) if shares_cache else len(first_kv), None
             if i in last_readers:
@@ -279,7 +346,7 @@ def model_program(
             first_kv[size] = place.first_kv + block.heads_kv
         own = block.steps(x, OUT, total, place)
         if block.mixer is None:
-            attends[i] = next(step for step in own if isinstance(step, AttendStep))
+            attends[i] = next(step for step in own if isinstance(step, (AttendStep, LayerStep)))
         steps += own
     if last is not None:
         steps.append(NormStep(OUT if steps else X, OUT, *last))

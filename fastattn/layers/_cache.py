@@ -414,7 +414,7 @@ class Caches(list[OneCache]):
                 cache.select(sequences)
 
 
-class restored_on_error:  # noqa: N801
+class restored_on_error:
     """Context manager that restores `caches` if its block raises; one of `contextlib` takes longer."""
 
     __slots__ = ("_states",)
@@ -447,8 +447,8 @@ def slots_of(
     """
     (batch, tokens), first = sizes, caches[0]
     for cache, own in zip(caches, heads, strict=True):
-        alike = cache._lengths is first._lengths or np.array_equal(cache._lengths, first._lengths)
-        if not (alike and cache._length == first._length and cache._fits(batch, *own, dtype)):
+        alike = cache is first or np.array_equal(cache.offset, first.offset)
+        if not (alike and cache._fits(batch, *own, dtype)):
             return None
     counts = None
     if lengths is not None:

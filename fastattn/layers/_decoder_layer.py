@@ -15,13 +15,14 @@ from fastattn._args.values import as_array, flag
 from fastattn.layers import _computation
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._basic import NormLayer
-from fastattn.layers._cache import Cached, DecoderCache, restored_on_error
+from fastattn.layers._cache import DecoderCache
 from fastattn.layers._computation import Made
 from fastattn.layers._transformer import TransformerLayer
 
 if TYPE_CHECKING:
+    from fastattn._args.types import Bools
     from fastattn._engine.tape import Tape
-    from fastattn.layers._attention import Attended
+    from fastattn.layers._block import Block
     from fastattn.layers._transformer import Call
 
 _TGT = ("tgt", "tgt_mask", "tgt_key_padding_mask")
@@ -113,41 +114,20 @@ class TransformerDecoderLayer(TransformerLayer):
 
         return [whole], inputs, run, array.shape, whole is not self
 
-    def _forward(
-        self,
-        tape: Tape,
-        x: Any,
-        over: Any = None,
-        *,
-        call: Call,
-        cache: DecoderCache | None = None,
-        keys_values: Attended | None = None,
-        share: bool = False,
-    ) -> Any:
-        """A call's result, of rows x over the memory's rows, or over that in a cache; in rows.
+    def _blocks(self, own: bool, keys_from: int | None, rotation: int) -> list[Block]:
+        return [*super()._blocks(own, keys_from, rotation), self._block("multihead_attn", False)]
 
-        With `share`, also the keys and values of the attention to itself; `keys_values` are those that an
-        earlier layer shared.
-        """
-        sizes, (masks, over_masks), lengths, memory = call
-        of_memory: Any = None
-        tokens: Any = None
-        position: Any = 0
-        with restored_on_error((cache,)):
-            if cache is not None:
-                names, mask, padding, is_causal = over_masks
-                self._keep(memory, padding, sizes[0], cache)
-                of_memory, over_masks = cache.keys_values, (names, mask, cache.key_padding_mask, is_causal)
-            if isinstance(keys_values, Cached):
-                position = keys_values.q_offset
-            elif cache is not None:
-                tokens, position = cache.tokens, cache.tokens.offset  # before tgt is appended
-            more: Any = {"cache": tokens, "lengths": lengths, "keys_values": keys_values, "share": share}
-            x, keys = self._add_attention(tape, x, "self_attn", sizes, masks, **more)
-            more = {"key": over, "keys_values": of_memory, "q_offset": position}
-            x, _ = self._add_attention(tape, x, "multihead_attn", sizes, over_masks, **more)
-            x = self._add_feed_forward(tape, self.norm3, x)
-            return (x, keys) if share else x
+    def _given(
+        self, call: Call, cache: DecoderCache | None, position: Any, counted: Bools | None
+    ) -> list[dict[str, Any]]:
+        sizes, (_, (names, mask, padding, is_causal)), _, memory = call
+        keys = None
+        if cache is not None:
+            self._keep(memory, padding, sizes[0], cache)
+            keys, padding = cache.keys_values, cache.key_padding_mask
+        tokens = None if cache is None or self.self_attn.query_only else cache.tokens
+        over = {"sizes": sizes, "masks": (names, mask, padding, is_causal), "keys_values": keys}
+        return [*super()._given(call, tokens, position, None), {**over, "q_offset": position}]
 
     def _memory(self, memory: ArrayLike | None, batch: int) -> Array:
         """`memory`, (batch, S, width), checked; that of one sequence may lack the batch axis."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,14 +17,14 @@ from fastattn._args.values import integer, integers, iterated, mask_array
 from fastattn._args.words import MEANINGS
 from fastattn.layers import _computation
 from fastattn.layers._basic import NormLayer
-from fastattn.layers._cache import Caches, DecoderCache, KVCache, restored_on_error
+from fastattn.layers._cache import Caches, DecoderCache, KVCache
 from fastattn.layers._computation import Made
 from fastattn.layers._decoder_layer import DecoderOptions, TransformerDecoderLayer
 from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
     TransformerEncoderLayer,
     TransformerLayer,
-    by_program,
+    forward,
     require_fields,
 )
 
@@ -48,6 +47,7 @@ class LayerStack(Layer):
     keys_from: Sequence[int] | None = None
     # Layers that attend the keys of another, and that one.
     _borrowed: dict[int, int] = field(init=False, default_factory=dict, repr=False)
+    _programs: dict[bool, Kept] = field(init=False, default_factory=dict, repr=False)
     _kind: ClassVar[type[Layer]]  # of the layers
     _cache_kind: ClassVar[type]
 
@@ -132,34 +132,23 @@ class LayerStack(Layer):
 
     def _forward(self, tape: Tape, x: Any, *memory: Any, call: Call, cache: Any = None) -> Any:
         """One layer after another, of rows x and the memory's, and the norm; in rows."""
-        givers, shared = set(self._borrowed.values()), dict[int | None, Any]()
-        caches = self._one_each(cache)
-        with restored_on_error(caches):
-            for i, (layer, own) in enumerate(zip(self.layers, caches, strict=True)):
-                more = {"keys_values": shared.get(self._borrowed.get(i)), "share": i in givers}
-                x = tape.block(partial(layer._forward, call=call, cache=own, **more), x, *memory)
-                if i in givers:
-                    x, shared[i] = x
-            return x if self.norm is None else self.norm._forward(tape, x)
+        caches = None if cache is None else self._one_each(cache)
+        return forward(self, tape, x, call, caches, *memory)
 
     def _holders(self) -> Sequence[int]:
         """The layers that have a cache."""
         return range(len(self.layers))
 
-    def _one_each(self, cache: Sequence[Any] | None) -> Sequence[Any]:
+    def _one_each(self, cache: Sequence[Any]) -> Sequence[Any]:
         """`cache`, one for each layer, None for those without."""
-        found: list[Any] = [None] * len(self.layers)
-        if cache is None:
-            return found
         kind, holders = self._cache_kind.__name__, self._holders()
         if not isinstance(cache, (list, tuple)) or not all(isinstance(x, self._cache_kind) for x in cache):
             raise wrong_type("cache", cache, f"a list of {kind}, of new_cache()")
         if len(cache) != len(holders):
             expected = f"{len(holders)}, as new_cache() makes it"
             raise ValueError(f"(): cache is for {len(cache)} layers; expected {expected}")
-        for i, own in zip(holders, cache, strict=True):
-            found[i] = own
-        return found
+        own = dict(zip(holders, cache, strict=True))
+        return [own.get(i) for i in range(len(self.layers))]
 
 
 @dataclass(eq=False)
@@ -188,7 +177,6 @@ class TransformerEncoder(LayerStack):
     """
 
     layers: Sequence[TransformerEncoderLayer]
-    _plain: Kept = field(init=False, default=((), None), repr=False)
     _kind, _cache_kind = TransformerEncoderLayer, KVCache
 
     @_computation.computed()
@@ -210,17 +198,6 @@ class TransformerEncoder(LayerStack):
         self._require_parts()
         masks = _NAMES, mask, src_key_padding_mask, is_causal
         return self.layers[0]._encoding(self, src, masks, cache, lengths)
-
-    def _forward(self, tape: Tape, x: Any, *memory: Any, call: Call, cache: Any = None) -> Any:
-        caches = [own for own in self._one_each(cache) if own is not None]
-        out, padding = by_program(self, tape, x, call, caches)
-        if out is not None:
-            return out
-        out = super()._forward(tape, x, call=call, cache=cache)
-        if self.norm is None or padding is None:
-            return out
-        # The norm makes its bias of rows that are 0.
-        return tape.cleared(out, padding.ravel(), over=True)
 
     def _holders(self) -> Sequence[int]:
         return [i for i in range(len(self.layers)) if i not in self._borrowed]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from fastattn._args.types import Bools, Ints
     from fastattn._engine.program import Program
     from fastattn._engine.tape import Tape
-    from fastattn.layers._attention import Attended
     from fastattn.layers._block import Window
     from fastattn.layers._rotary import Rope
     from fastattn.layers._scores import Masks
@@ -40,12 +39,13 @@ if TYPE_CHECKING:
     # the memory; lengths; and with a cache, the memory as the caller gave it.
     Call = tuple[tuple[int, int], Sequence[Masks], Any, Any]
 
+_NEVER: Kept = ((), None)
 _MOST_ROTATIONS = 4  # of a program: MAX_ROTATIONS in core/program.pxi
 _SRC = ("src", "src_mask", "src_key_padding_mask")
 
 
 class Prepared(NamedTuple):
-    """The program of a layer or a stack, for calls without dense masks."""
+    """A program of a layer or a stack."""
 
     program: Program
     windows: tuple[Window, ...]
@@ -107,6 +107,7 @@ class TransformerLayer(Layer):
     feed_forward: FeedForward = field(init=False, repr=False)
     norm1: NormLayer = field(init=False, repr=False)
     norm2: NormLayer = field(init=False, repr=False)
+    _programs: dict[bool, Kept] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self, rng: np.random.Generator | int | None) -> None:
         require_fields(self)
@@ -138,24 +139,55 @@ class TransformerLayer(Layer):
         array = _computation.checked(name, x, self.d_model, self.weights_dtype)
         return array, _computation.batch_first(name, array)
 
-    def _add_attention(
-        self, tape: Tape, x: Any, name: str, sizes: tuple[int, int], masks: Masks, **options: Any
-    ) -> tuple[Any, Attended | None]:
-        """Rows x plus the attention `name` of them, with its norm; the keys and values that it shares.
+    def _block(self, name: str, own: bool, keys_from: int | None = None, rotation: int = 0) -> Block:
+        """The attention `name` as a block, with the feed-forward if no other attention follows.
 
-        `options` are those of `_attend`.
+        With `own`, the attention's own steps are in the program; it may attend the keys of another block.
         """
-        attention, norm = getattr(self, name), self.norm1 if name == "self_attn" else self.norm2
-        normed = norm._forward(tape, x) if self.norm_first else x
-        total, _, keys = attention._attend(tape, normed, sizes, masks, x, **options)
-        return total if self.norm_first else norm._forward(tape, total, over=True), keys
+        heads, forward, number = getattr(self, name), self.feed_forward, 1 + (name != "self_attn")
+        block = Block(
+            norm_first=self.norm_first,
+            attention_norm=getattr(self, f"norm{number}")._of_block(),
+            keys_from=keys_from,
+        )
+        if f"norm{number + 1}" == self._parts[-1]:
+            block = replace(
+                block,
+                inner_norm=getattr(self, f"norm{number + 1}")._of_block(),
+                inner=Projection(forward.weight1, forward.bias1, forward.activations),
+                activation=forward._function,
+                outer=Projection(forward.weight2, forward.bias2, forward.activations),
+            )
+        if not own:
+            return replace(block, layer=heads, over_memory=number > 1)
+        maps, norms = heads.query_maps if heads.query_only else heads.all_maps, heads.head_norms
+        return replace(
+            block,
+            qkv=Projection(maps.weight, maps.bias, heads.activations),
+            heads=heads.num_heads,
+            heads_kv=heads._heads_kv,
+            head_dim=heads._head_dim,
+            scale=heads._head_dim**-0.5 if heads.scale is None else heads.scale,
+            attended=heads.out_proj._projection(),
+            head_norms=() if norms is None else (Norm("rms_norm", norms, None, heads.qk_norm_eps),),
+            window=heads.window,
+            rotation=None if heads.rope is None else rotation,
+            softcap=heads.softcap or 0.0,
+            sinks=heads.sink_logits,
+        )
 
-    def _add_feed_forward(self, tape: Tape, norm: NormLayer, x: Any) -> Any:
-        """Rows x plus the feed-forward of them, with the norm. It may overwrite x."""
-        if self.norm_first:
-            return self.feed_forward._forward(tape, norm._forward(tape, x), residual=x, over=True)
-        total = self.feed_forward._forward(tape, x, residual=x)
-        return norm._forward(tape, total, over=True)
+    def _blocks(self, own: bool, keys_from: int | None, rotation: int) -> list[Block]:
+        """The layer's blocks, as `_block` makes them."""
+        return [self._block("self_attn", own, keys_from, rotation)]
+
+    def _forward(self, tape: Tape, x: Any, *memory: Any, call: Call, cache: Any = None) -> Any:
+        """A call's result, of rows x over the memory's rows, or over that in a cache; in rows."""
+        return forward(self, tape, x, call, None if cache is None else (cache,), *memory)
+
+    def _given(self, call: Call, cache: Any, position: Any, counted: Bools | None) -> list[dict[str, Any]]:
+        """What each attention of a call is given: see `LayerStep`."""
+        sizes, (masks, *_), lengths, _ = call
+        return [{"sizes": sizes, "masks": masks, "cache": cache, "lengths": lengths, "counted": counted}]
 
     def _children(self) -> dict[str, Layer]:
         # A feed-forward's parameters have no prefix: torch's layers hold its maps themselves.
@@ -185,8 +217,6 @@ class TransformerEncoderLayer(TransformerLayer):
     weights_dtype, activations, rng
         As in `MultiHeadAttention`.
     """
-
-    _plain: Kept = field(init=False, default=((), None), repr=False)
 
     _parts = ("self_attn", "feed_forward", "norm1", "norm2")
 
@@ -227,134 +257,130 @@ class TransformerEncoderLayer(TransformerLayer):
 
         return [whole], {"src": array}, run, array.shape, whole is not self
 
-    def _forward(
-        self,
-        tape: Tape,
-        x: Any,
-        *,
-        call: Call,
-        cache: KVCache | None = None,
-        keys_values: Attended | None = None,
-        share: bool = False,
-    ) -> Any:
-        """A call's result, of rows x and in rows; with `share`, also the keys and values that it attended.
 
-        `keys_values` are those that an earlier layer shared.
-        """
-        sizes, (masks,), lengths, _ = call
-        alone = not (share or self.self_attn.query_only)
-        out, padding = by_program(self, tape, x, call, () if cache is None else (cache,), alone)
-        if out is not None:
-            return out
-        counted = None if padding is None else ~padding.ravel()
-        x = x if counted is None else tape.rows(x, counted)
-        more: Any = {"cache": cache, "lengths": lengths, "keys_values": keys_values}
-        more |= {"counted": counted, "share": share}
-        x, keys = self._add_attention(tape, x, "self_attn", sizes, masks, **more)
-        x = self._add_feed_forward(tape, self.norm2, x)
-        x = x if counted is None else tape.spread(x, counted)
-        return (x, keys) if share else x
+def forward(
+    whole: Any, tape: Tape, x: Any, call: Call, caches: Sequence[Any] | None, memory: Any = None
+) -> Any:
+    """The result of a layer or a stack, of rows x and over the rows `memory`, in rows.
 
-    def _block(self, keys_from: int | None = None, rotation: int = 0) -> Block | None:
-        """The layer as a block; None if it is not plain. It may attend the keys of another one of a stack."""
-        heads, forward = self.self_attn, self.feed_forward
-        maps = heads.query_maps if heads.query_only else heads.all_maps
-        if maps is None or not heads.is_plain():
-            return None
-        norms = heads.head_norms
-        return Block(
-            norm_first=self.norm_first,
-            attention_norm=self.norm1._of_block(),
-            qkv=Projection(maps.weight, maps.bias, heads.activations),
-            heads=heads.num_heads,
-            heads_kv=heads._heads_kv,
-            head_dim=heads._head_dim,
-            scale=heads._head_dim**-0.5 if heads.scale is None else heads.scale,
-            attended=heads.out_proj._projection(),
-            inner_norm=self.norm2._of_block(),
-            inner=Projection(forward.weight1, forward.bias1, forward.activations),
-            activation=forward._function,
-            outer=Projection(forward.weight2, forward.bias2, forward.activations),
-            head_norms=() if norms is None else (Norm("rms_norm", norms, None, heads.qk_norm_eps),),
-            window=heads.window,  # type: ignore[arg-type]
-            rotation=None if heads.rope is None else rotation,
-            softcap=heads.softcap or 0.0,
-            sinks=heads.sink_logits,
-            keys_from=keys_from,
-        )
-
-
-def by_program(
-    whole: Any, tape: Tape, x: Any, call: Call, caches: Sequence[KVCache], alone: bool = True
-) -> tuple[Any, Bools | None]:
-    """The result of a layer or a stack in one program, of rows x; and its padding, if that is the only mask.
-
-    The result is None where programs lack a mask or an option, or the layer is not `alone`. `whole` keeps the
-    program, which is made anew after a change. Rows of padding are 0. `caches` are of layers that have keys.
+    `caches` are of each layer, or None where it has none. `whole` keeps its programs, which are made anew
+    after a change. Rows are 0 that a key_padding_mask hides, if that is the only mask of an encoder.
     """
-    sizes, (masks,), lengths, _ = call
-    if caches:
-        plain, padding = masks[1] is masks[2] is None, None
+    if caches is None:
+        return _run(whole, tape, x, call, None, memory)
+    with restored_on_error(caches):
+        return _run(whole, tape, x, call, caches, memory)
+
+
+def _run(whole: Any, tape: Tape, x: Any, call: Call, caches: Sequence[Any] | None, memory: Any) -> Any:
+    """As `forward`; an error leaves caches as they are then."""
+    sizes, each, lengths, _ = call
+    masks, decodes, sequences, given = each[0], len(each) > 1, None, None
+    padding: Bools | None = None
+    if caches is None and not decodes:
+        own, padding = padding_alone(masks, sizes)
     else:
-        plain, padding = padding_alone(masks, sizes)
-    if not (plain and alone and (lengths is None or caches)):
-        return None, padding
+        own = masks[1] is masks[2] is None
+    counted = None if padding is None else ~padding.ravel()
+    if decodes:  # before tokens are counted
+        given = _given(whole, call, caches, None)
+    if own and (lengths is None or caches is not None) and (found := _program(whole, True)) is not None:
+        tokens: list[KVCache] = []
+        if caches is not None:
+            tokens = [cache.tokens if decodes else cache for cache in caches if cache is not None]
+            tokens = tokens if not decodes else [x for i, x in enumerate(tokens) if i not in _borrowed(whole)]
+        sequences = _sequences(found, call, tokens, padding, tape.array(x).dtype)
+    if sequences is None:
+        found, sequences = _program(whole, False), Sequences(1)
+        given = given or _given(whole, call, caches, counted)
+    assert found is not None
+    if given is not None:
+        sequences = sequences._replace(attentions=given, memory=memory)
+    if counted is None:
+        return found.program.on(tape, x, sequences, tape.by_block)
+    return tape.spread(found.program.on(tape, tape.rows(x, counted), sequences, tape.by_block), counted)
+
+
+def _borrowed(whole: Any) -> Mapping[int, int]:
+    """The layers of a stack that attend the keys of another, and that one."""
+    return whole.__dict__.get("_borrowed", {})  # type: ignore[no-any-return]
+
+
+def _given(
+    whole: Any, call: Call, caches: Sequence[Any] | None, counted: Bools | None
+) -> list[dict[str, Any]]:
+    """What each attention of a call is given: see `LayerStep`."""
+    found, borrowed = [], _borrowed(whole)
+    for i, layer in enumerate(whole.__dict__.get("layers") or (whole,)):
+        cache, first = (None, None) if caches is None else (caches[i], caches[borrowed.get(i, i)])
+        start = 0 if first is None else getattr(first, "tokens", first).offset
+        found += layer._given(call, cache, start, counted)
+    return found
+
+
+def _sequences(
+    found: Prepared, call: Call, caches: Sequence[KVCache], padding: Bools | None, dtype: np.dtype[Any]
+) -> Sequences | None:
+    """What the program is told of a call's rows; None where attention has to run in Python."""
+    (batch, length), (masks, *_), lengths, _ = call
+    _, windows, ropes, movable, heads = found
+    if padding is not None:
+        begins = np.append(0, np.cumsum(length - padding.sum(axis=1)))
+        return Sequences(batch, begins=begins) if movable else None
+    sequences, len_k, causal = Sequences(batch), length, masks[3]
+    start: Ints | int = 0
+    shared: tuple[key_ranges.Range, ...] = ()
+    if caches:
+        start = caches[0].offset
+        slots = slots_of(caches, heads, (batch, length), dtype, lengths)
+        if slots is None:
+            return None
+        sequences, len_k = sequences._replace(slots=slots), slots[0].length
+        # A token after all others attends to all of them without `causal`.
+        causal = causal and length > 1
+        if (ends := slots[0].ends) is not None:
+            shared = (key_ranges.lengths(ends),)
+    if ropes:
+        tables = [rope.tables(start, length, dtype) for rope in ropes]
+        rotations = tuple((cos[..., None, :, :], sin[..., None, :, :]) for cos, sin in tables)
+        sequences = sequences._replace(rotations=rotations)
+    if causal or shared or windows != (None,):
+        positions = np.arange(length)[None, None]
+        if caches:
+            positions = positions + np.reshape(start, (-1, 1, 1))
+        sequences = sequences._replace(ranges=visible(windows, positions, causal, shared, len_k))
+    return sequences
+
+
+def _program(whole: Any, own: bool) -> Prepared | None:
+    """The program of a layer or a stack.
+
+    With attention's `own` steps, or None if they lack an option; else layers compute attention.
+    """
     layers = whole.__dict__.get("layers")
     # A layer that referred to itself would be freed late; the caller of a stack may change its list.
     key = (_state.last_change,) if layers is None else (_state.last_change, *layers)
-    kept, found = whole._plain
-    if kept != key:
-        found = _program(layers or (whole,), whole)
-        whole.__dict__["_plain"] = key, found
-    if found is None or not (padding is None or found.movable):
-        return None, padding
-    program, windows, ropes, _, heads = found
-    batch, length = sizes
-    start: Ints | int = 0
-    if padding is not None:
-        ragged = Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
-        counted = ~padding.ravel()
-        out = program.on(tape, tape.rows(x, counted), ragged, tape.by_block)
-        return tape.spread(out, counted), padding
-    with restored_on_error(caches):
-        sequences, shared, len_k, causal = Sequences(batch), (), length, masks[3]
-        if caches:
-            start = caches[0].offset
-            slots = slots_of(caches, heads, sizes, x.dtype, lengths)
-            if slots is None:
-                return None, None
-            _, _, _, ends, len_k = slots[0][:5]
-            sequences = sequences._replace(slots=slots)
-            # A token after all others attends to all of them without `causal`.
-            shared, causal = () if ends is None else (key_ranges.lengths(ends),), causal and length > 1
-        if ropes:
-            sequences = sequences._replace(rotations=_rotations(ropes, start, length, tape.array(x).dtype))
-        if shared or causal or windows != (None,):
-            positions = np.asarray(start)[..., None, None] + np.arange(length)[None]
-            sequences = sequences._replace(ranges=visible(windows, positions, causal, shared, len_k))
-        return program.on(tape, x, sequences, tape.by_block), None
-
-
-def _program(layers: Sequence[TransformerEncoderLayer], whole: Any) -> Prepared | None:
-    """The program of a call without dense masks; None if a layer has options that programs lack."""
-    borrowed, norm = (whole._borrowed, whole.norm) if whole is not layers[0] else ({}, None)
+    made: Prepared | None
+    kept, made = whole._programs.get(own, _NEVER)
+    if kept == key:
+        return made
+    layers, borrowed, norm = layers or (whole,), _borrowed(whole), whole.__dict__.get("norm")
     heads = [layer.self_attn for layer in layers]
-    ropes = list(dict.fromkeys(own.rope for own in heads if own.rope is not None))
-    if len(ropes) > _MOST_ROTATIONS:
-        return None
-    rotations = [0 if own.rope is None else ropes.index(own.rope) for own in heads]
-    blocks = [layer._block(borrowed.get(i), rotations[i]) for i, layer in enumerate(layers)]
-    plain = [block for block in blocks if block is not None]
-    if plain != blocks:
-        return None
-    last = None if norm is None else norm._of_block()
-    made = model_program(plain, last=last, keeps_input=True, shares_cache=False)
-    held = [(block.heads_kv, block.head_dim) for block in plain if block.keys_from is None]
-    return Prepared(*made, ropes, all(own._movable for own in heads), held)
-
-
-def _rotations(
-    ropes: Sequence[Rope], start: Ints | int, length: int, dtype: np.dtype[Any]
-) -> tuple[tuple[Array, Array], ...]:
-    tables = (rope.tables(start, length, dtype) for rope in ropes)
-    return tuple((cos[..., None, :, :], sin[..., None, :, :]) for cos, sin in tables)
+    ropes = list(dict.fromkeys(each.rope for each in heads if each.rope is not None))
+    made = None
+    if not own or (
+        len(ropes) <= _MOST_ROTATIONS
+        and all(each.is_plain() and each.query_only == (i in borrowed) for i, each in enumerate(heads))
+    ):
+        rotations = [0 if each.rope is None or not own else ropes.index(each.rope) for each in heads]
+        blocks: list[Block] = []
+        for i, layer in enumerate(layers):
+            source = None if i not in borrowed else borrowed[i] * len(blocks) // i
+            blocks += layer._blocks(own, source, rotations[i])
+        last = norm._of_block() if isinstance(norm, NormLayer) else None  # a layer's is a kind's name
+        program, windows = model_program(blocks, last=last, keeps_input=True, shares_cache=False)
+        keys = [each for each in blocks if each.layer is None and each.keys_from is None]
+        sizes = [(each.heads_kv, each.head_dim) for each in keys]
+        made = Prepared(program, windows, ropes, all(each._movable for each in heads), sizes)
+    whole.__dict__["_programs"] = {**whole._programs, own: (key, made)}
+    return made

@@ -143,11 +143,9 @@ def test_calls_without_masks_are_one_program(options, sources, implementation, m
     whole = model(x)
     vjp(model, x, checkpoint=True)[1](whole)
     hidden = model(x, src_key_padding_mask=padding)
-    assert len(runs) == 2 + (options is not MODERN)
-    assert len({id(program) for program in runs}) == 1
     alone = model(x, mask=np.zeros((LENGTH, LENGTH), bool))
     np.testing.assert_allclose(whole, alone, atol=1e-5)
-    assert len(runs) == 2 + (options is not MODERN)
+    assert [program is runs[0] for program in runs] == [True, True, options is not MODERN, False]
     assert not hidden[padding].any()
 
 

@@ -141,11 +141,11 @@ def test_an_error_leaves_caches_as_they_were():
         model.decoder(X, cache=caches)
     norm.load_state_dict(norm.state_dict(), weights_dtype="float32")
 
-    def fails(*_):
+    def fails(*_, **__):
         assert caches[0].tokens.length == 2 * LENGTH
         raise MemoryError
 
-    model.decoder.layers[1]._add_feed_forward = fails
+    model.decoder.layers[1].multihead_attn._attend = fails
     with pytest.raises(MemoryError):
         model.decoder(X, cache=caches)
     with pytest.raises(ValueError, match="memory is not that of the first call"):
