@@ -8,7 +8,7 @@ program keeps what is the same in every call, so that a call only says where the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
@@ -45,6 +45,7 @@ class _Layout:
     weights: int = field(init=False)  # of a chain at most, bytes
     # Parts that run in one call each, and steps that run in Python.
     compiled: list[Any] = field(default_factory=list, init=False)
+    in_python: set[str] = field(default_factory=set, init=False)  # buffers that those steps read and write
 
     def __post_init__(self) -> None:
         self.width = max((begin + width for begin, width in self.places.values()), default=0)
@@ -114,9 +115,11 @@ class Program:
         """OUT, a new array of x's dtype, in one call of the compiled layer; on another `tape` by steps."""
         n = len(x)
         out = np.empty((n, self.columns), x.dtype)
-        if not (out.size or call.attentions):  # layers may have to check what they are given
-            return out
-        compiled = settings.current.backend == "compiled" and tape is PLAIN and out.size > 0
+        compiled = settings.current.backend == "compiled" and tape is PLAIN
+        if not out.size:
+            if not call.attentions:
+                return out
+            compiled = False  # layers may have to check what they are given
         threads, rows = settings.get_num_threads(), 0
         one_by_one, chained = self.layouts
         if compiled and chained.chains:
@@ -129,12 +132,12 @@ class Program:
             buffers: dict[str, Any] = {}
             for part in parts:
                 if isinstance(part, Step):
-                    buffers = buffers or self._buffers(layout, x, out, memory, call)
+                    buffers = buffers or self._buffers(layout, layout.in_python, x, out, memory, call)
                     part.run(PLAIN, buffers, call, buffers[part.out])
                 else:
                     part.run(x, out, memory, call, threads, rows)
         else:
-            buffers = self._buffers(layout, x, out, memory, call)
+            buffers = self._buffers(layout, layout.places, x, out, memory, call)
             for step in self.steps:
                 step.run(tape, buffers, call, buffers[step.out])
         keep(self.use, memory)
@@ -147,6 +150,9 @@ class Program:
         for in_python, steps in groupby(self.steps, lambda step: step.op is None):
             some = tuple(steps)
             end = begin + len(some)
+            if in_python:
+                used = {name for step in some for name in (step.out, *step.reads)}
+                layout.in_python |= used & layout.places.keys()
             chains = [
                 (chain.begin - begin, chain.end - begin, chain.own)
                 for chain in layout.chains
@@ -157,10 +163,11 @@ class Program:
         return parts
 
     def _buffers(
-        self, layout: _Layout, x: Array, out: Array, memory: Array, call: Sequences
+        self, layout: _Layout, names: Iterable[str], x: Array, out: Array, memory: Array, call: Sequences
     ) -> dict[str, Any]:
         n, flat, buffers = len(x), memory.reshape(-1), {X: x, OUT: out, INPUTS: call.inputs}
-        for name, (begin, width) in layout.places.items():
+        for name in names:
+            begin, width = layout.places[name]
             buffers[name] = flat[n * begin : n * (begin + width)].reshape(n, width)
         return buffers
 

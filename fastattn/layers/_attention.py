@@ -19,7 +19,7 @@ from fastattn._engine.tape import PLAIN
 from fastattn.functional._attention import attention_weights
 from fastattn.layers import _computation
 from fastattn.layers._attention_parameters import AttentionParameters, CallOptions
-from fastattn.layers._cache import Cached, KVCache, restored_on_error
+from fastattn.layers._cache import Cached, KVCache
 from fastattn.layers._computation import Made
 from fastattn.layers._scores import add_extra_keys, add_masks
 
@@ -311,7 +311,8 @@ class MultiHeadAttention(AttentionParameters):
             q = self._placed(tape, q, self.q_norm, q_offset)
             if keys_values is None:
                 k = self._placed(tape, k, self.k_norm, q_offset)
-        with restored_on_error((cache,)):
+        before = None if cache is None else dict(vars(cache))  # see `restored_on_error`, which takes longer
+        try:
             if cache is not None:
                 cached = cache.append(k, v, lengths)
             elif share:
@@ -347,6 +348,10 @@ class MultiHeadAttention(AttentionParameters):
             else:  # nothing to check in a layer's own projections: a third of a small layer's Python
                 args = plain_args(*arrays, by_heads, settings.get_num_threads())
             attended = tape.attend([(args, q, k, v)], mixed, by_head, self.sink_logits)
+        except BaseException:
+            if cache is not None and before is not None:
+                vars(cache).update(before)
+            raise
         gated = attended if gate is None else tape.gate(gate, attended)
         if counted is not None:
             gated = tape.rows(gated, counted)

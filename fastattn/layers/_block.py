@@ -113,13 +113,13 @@ class LayerStep(Step):
         return self.layer.out_proj.out_features  # type: ignore[no-any-return]
 
     def run(self, tape: Tape, values: Values, call: Sequences, out: Array | None = None) -> Any:
-        own = dict(call.attentions[self.number])
+        given = call.attentions[self.number]
         if self.over_memory:
-            own["key"] = call.memory
+            given = {**given, "key": call.memory}
         elif self.giver is not None:
-            own["keys_values"] = values[self.given]
-        own |= {"residual": values[self.residual], "share": self.gives, "out": out}
-        found, _, keys = self.layer._attend(tape, values[self.x], **own)
+            given = {**given, "keys_values": values[self.given]}
+        x, residual = values[self.x], values[self.residual]
+        found, _, keys = self.layer._attend(tape, x, residual=residual, share=self.gives, out=out, **given)
         if self.gives:
             values[self.given] = keys
         return found

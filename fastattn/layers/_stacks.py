@@ -24,13 +24,12 @@ from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
     TransformerEncoderLayer,
     TransformerLayer,
-    forward,
     require_fields,
 )
 
 if TYPE_CHECKING:
     from fastattn._engine.tape import Tape
-    from fastattn.layers._transformer import Call, Kept
+    from fastattn.layers._transformer import Kept
 
 
 _NAMES = ("src", "mask", "src_key_padding_mask")  # of an encoder's arguments
@@ -130,10 +129,7 @@ class LayerStack(Layer):
         parts = {f"layers.{i}.": layer for i, layer in enumerate(self.layers)}
         return parts if self.norm is None else {**parts, "norm.": self.norm}
 
-    def _forward(self, tape: Tape, x: Any, *memory: Any, call: Call, cache: Any = None) -> Any:
-        """One layer after another, of rows x and the memory's, and the norm; in rows."""
-        caches = None if cache is None else self._one_each(cache)
-        return forward(self, tape, x, call, caches, *memory)
+    _forward = TransformerLayer._forward
 
     def _holders(self) -> Sequence[int]:
         """The layers that have a cache."""

@@ -180,9 +180,15 @@ class TransformerLayer(Layer):
         """The layer's blocks, as `_block` makes them."""
         return [self._block("self_attn", own, keys_from, rotation)]
 
-    def _forward(self, tape: Tape, x: Any, *memory: Any, call: Call, cache: Any = None) -> Any:
-        """A call's result, of rows x over the memory's rows, or over that in a cache; in rows."""
-        return forward(self, tape, x, call, None if cache is None else (cache,), *memory)
+    def _one_each(self, cache: Any) -> Sequence[Any]:
+        return (cache,)
+
+    def _forward(self, tape: Tape, x: Any, memory: Any = None, *, call: Call, cache: Any = None) -> Any:
+        """The result of a layer or a stack, of rows x and over the rows `memory`, in rows."""
+        if cache is None:
+            return _run(self, tape, x, memory, call)
+        with restored_on_error(caches := self._one_each(cache)):
+            return _run(self, tape, x, memory, call, caches)
 
     def _given(self, call: Call, cache: Any, position: Any, counted: Bools | None) -> list[dict[str, Any]]:
         """What each attention of a call is given: see `LayerStep`."""
@@ -258,22 +264,12 @@ class TransformerEncoderLayer(TransformerLayer):
         return [whole], {"src": array}, run, array.shape, whole is not self
 
 
-def forward(
-    whole: Any, tape: Tape, x: Any, call: Call, caches: Sequence[Any] | None, memory: Any = None
-) -> Any:
-    """The result of a layer or a stack, of rows x and over the rows `memory`, in rows.
+def _run(whole: Any, tape: Tape, x: Any, memory: Any, call: Call, caches: Sequence[Any] | None = None) -> Any:
+    """As `_forward`; `caches` are of each layer, or None where it has none.
 
-    `caches` are of each layer, or None where it has none. `whole` keeps its programs, which are made anew
-    after a change. Rows are 0 that a key_padding_mask hides, if that is the only mask of an encoder.
+    `whole` keeps its programs, which are made anew after a change. Rows are 0 that a key_padding_mask hides,
+    if that is the only mask of an encoder.
     """
-    if caches is None:
-        return _run(whole, tape, x, call, None, memory)
-    with restored_on_error(caches):
-        return _run(whole, tape, x, call, caches, memory)
-
-
-def _run(whole: Any, tape: Tape, x: Any, call: Call, caches: Sequence[Any] | None, memory: Any) -> Any:
-    """As `forward`; an error leaves caches as they are then."""
     sizes, each, lengths, _ = call
     masks, decodes, sequences, given = each[0], len(each) > 1, None, None
     padding: Bools | None = None
@@ -291,11 +287,11 @@ def _run(whole: Any, tape: Tape, x: Any, call: Call, caches: Sequence[Any] | Non
             tokens = tokens if not decodes else [x for i, x in enumerate(tokens) if i not in _borrowed(whole)]
         sequences = _sequences(found, call, tokens, padding, tape.array(x).dtype)
     if sequences is None:
-        found, sequences = _program(whole, False), Sequences(1)
-        given = given or _given(whole, call, caches, counted)
-    assert found is not None
-    if given is not None:
+        found, given = _program(whole, False), given or _given(whole, call, caches, counted)
+        sequences = Sequences(1, attentions=given, memory=memory)
+    elif given is not None:
         sequences = sequences._replace(attentions=given, memory=memory)
+    assert found is not None
     if counted is None:
         return found.program.on(tape, x, sequences, tape.by_block)
     return tape.spread(found.program.on(tape, tape.rows(x, counted), sequences, tape.by_block), counted)
@@ -325,8 +321,9 @@ def _sequences(
     (batch, length), (masks, *_), lengths, _ = call
     _, windows, ropes, movable, heads = found
     if padding is not None:
-        begins = np.append(0, np.cumsum(length - padding.sum(axis=1)))
-        return Sequences(batch, begins=begins) if movable else None
+        if not movable:
+            return None
+        return Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
     sequences, len_k, causal = Sequences(batch), length, masks[3]
     start: Ints | int = 0
     shared: tuple[key_ranges.Range, ...] = ()
