@@ -44,9 +44,9 @@ TRAINED = ("float32", "float64", "bfloat16")
 class Tape(Recorder):
     """Operations; where it is `recording`, in their order and with the gradients of their parameters.
 
-    An operation of `PLAIN` may write to `out`, an array, or with `over` to the memory of its input or
-    residual, which nobody needs any more. `use` names scratch memory for the result; `done` gives it back.
-    When recording, these have no effect: each result has a separate array, as gradients need it.
+    An operation of `PLAIN` may write to `out`, an array. `use` names scratch memory for the result; `done`
+    gives it back. When recording, these have no effect: each result has a separate array, as gradients need
+    it.
     """
 
     def done(self, use: str, x: Any) -> None:
@@ -94,10 +94,9 @@ class Tape(Recorder):
         residual: Any = None,
         *,
         use: str | None = None,
-        over: bool = False,
         out: Array | None = None,
     ) -> Any:
-        """`ops.linear`; with `over`, in the residual's memory. Dropout is of what is added to a residual."""
+        """`ops.linear`; dropout is of what is added to a residual."""
         n, array, added = weight.out_features, x, residual
         if self.recording:
             if residual is not None and self.drops.rate:
@@ -105,7 +104,7 @@ class Tape(Recorder):
             array, added = x.array, None if residual is None else residual.array
             out = recycled_empty((len(array), n), array.dtype)
         elif out is None:
-            out = residual if over else self.empty(use, len(x), n, x.dtype)
+            out = self.empty(use, len(x), n, x.dtype)
         args = LinearArgs(array, weight, bias, activation, added, out, get_num_threads(), rounding)
         if not self.recording:
             dispatch.run(args)
@@ -158,7 +157,6 @@ class Tape(Recorder):
         bias: Array | None,
         eps: float,
         *,
-        over: bool = False,
         out: Array | None = None,
     ) -> Any:
         """`ops.layer_norm` or `ops.rms_norm`."""
@@ -171,7 +169,7 @@ class Tape(Recorder):
                 None if bias is None else bias.astype(lane, copy=False),
             )
         elif out is None:
-            out = x if over else np.empty(x.shape, x.dtype)
+            out = np.empty(x.shape, x.dtype)
         dispatch.run(RowsArgs(kind, array, out, get_num_threads(), None, None, None, scale, shift, eps))
         if not self.recording:
             return out
@@ -432,21 +430,6 @@ class Tape(Recorder):
         if self.recording:
             x.forget()
         return self.note(out, lambda dout, owned: x.put(dout[which], owned=True))
-
-    def cleared(self, x: Any, which: Array, over: bool = False) -> Any:
-        """x with 0 in the rows where a bool array is True, and so in its gradient."""
-        if not which.any():
-            return x
-        array = self.array(x)
-        array = array if over and not self.recording else array.copy()
-        array[which] = 0
-
-        def back(dout: Array, owned: bool) -> None:
-            dx = dout if owned else dout.copy()
-            dx[which] = 0
-            x.put(dx, owned=True)
-
-        return self.note(array, back)
 
 
 PLAIN = Tape(recording=False)

@@ -168,9 +168,9 @@ class NormLayer(Layer):
             raise wrong_shape("x", array, f"(..., {self.features})")
         return array
 
-    def _forward(self, tape: Tape, x: Any, over: bool = False) -> Any:
-        """The norm of rows; with `over`, it may be written over them."""
-        return tape.norm(x, self._kind, self.weight_vector, self.bias_vector, self.eps, over=over)
+    def _forward(self, tape: Tape, x: Any) -> Any:
+        """The norm of rows."""
+        return tape.norm(x, *self._of_block())
 
     def _of_block(self) -> Norm:
         return Norm(self._kind, self.weight_vector, self.bias_vector, self.eps)
@@ -287,13 +287,17 @@ class FeedForward(Layer):
         array = _computation.checked("x", x, self.d_model, self.weights_dtype)
         return [self], {"x": array}, self._forward, array.shape
 
-    def _forward(self, tape: Tape, x: Any, residual: Any = None, over: bool = False) -> Any:
-        """The feed-forward of rows, plus `residual`; with `over`, it may be written over that."""
-        rounding = self.activations
-        hidden = tape.linear(x, self.weight1, self.bias1, rounding, self._function, use="hidden")
-        out = tape.linear(hidden, self.weight2, self.bias2, rounding, None, residual, over=over)
+    def _forward(self, tape: Tape, x: Any) -> Any:
+        """The feed-forward of rows."""
+        inner, outer = self._of_block()
+        hidden = tape.linear(x, *inner, self._function, use="hidden")
+        out = tape.linear(hidden, *outer)
         tape.done("hidden", hidden)
         return out
+
+    def _of_block(self) -> tuple[Projection, Projection]:
+        rounding = self.activations
+        return Projection(self.weight1, self.bias1, rounding), Projection(self.weight2, self.bias2, rounding)
 
     def _parameters(self) -> dict[str, Parameter]:
         wide, narrow = self.dim_feedforward, self.d_model

@@ -94,19 +94,10 @@ class LayerStep(Step):
     layer: Any
     residual: str
     number: int  # in the call's `attentions`
-    over_memory: bool = False  # it attends the call's memory
-    giver: int | None = None  # the number of the step whose keys and values it attends
-    gives: bool = False  # later steps attend its keys and values
-
-    @property
-    def keys(self) -> str | None:
-        """The name of another step's keys and values."""
-        return None if self.giver is None else self.given
-
-    @property
-    def given(self) -> str:
-        """The name of the keys and values that it gives or attends."""
-        return f"given {self.number if self.giver is None else self.giver}"
+    over_memory: bool  # it attends the call's memory
+    given: str  # the name of the keys and values that it gives, or attends if that is `keys`, too
+    keys: str | None
+    gives: bool  # later steps attend its keys and values
 
     @property
     def columns(self) -> int:
@@ -116,7 +107,7 @@ class LayerStep(Step):
         given = call.attentions[self.number]
         if self.over_memory:
             given = {**given, "key": call.memory}
-        elif self.giver is not None:
+        elif self.keys is not None:
             given = {**given, "keys_values": values[self.given]}
         x, residual = values[self.x], values[self.residual]
         found, _, keys = self.layer._attend(tape, x, residual=residual, share=self.gives, out=out, **given)
@@ -194,9 +185,10 @@ class Block:
             steps.append(NormStep(x, attended, *self.attention_norm))
         summed = out if self.norm_first else total
         if self.layer is not None:
-            source = None if place.giver is None else place.giver.number
-            own = (self.layer, x, place.number, self.over_memory, source, place.gives is not None)
-            return [*steps, LayerStep(attended, summed, *own), *self._rest(x, out, total)]
+            theirs = None if place.giver is None else place.giver.given
+            own = (self.layer, x, place.number, self.over_memory, theirs or f"given {place.number}", theirs)
+            step = LayerStep(attended, summed, *own, place.gives is not None)
+            return [*steps, step, *self._rest(x, out, total)]
         # A buffer has one width, and blocks may differ.
         product = place.gives or f"product {self.qkv.weight.out_features}"
         features = self.heads * self.head_dim if self.mixer is None else self.mixer.columns
@@ -221,14 +213,14 @@ class Block:
                 steps.append(GateStep(context, context, product, begin, features))
         else:
             steps.append(MixStep(product, context, self.mixer, place.layer))
-        post_norm = None if self.post_norms is None else self.post_norms[0]
+        post_norm, _ = self.post_norms or (None, None)
         steps += _added(context, self.attended, post_norm, x, summed)
         return [*steps, *self._rest(x, out, total)]
 
     def _rest(self, x: str, out: str, total: str) -> list[Step]:
         """Steps after attention was added to buffer `x`, as in `steps`."""
         steps: list[Step] = []
-        inner_post = None if self.post_norms is None else self.post_norms[1]
+        _, inner_post = self.post_norms or (None, None)
         inner, end = out, out  # what the feed-forward reads, and where it is added
         if self.norm_first:
             if self.inner_norm is not None:

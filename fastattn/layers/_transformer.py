@@ -144,20 +144,16 @@ class TransformerLayer(Layer):
 
         With `own`, the attention's own steps are in the program; it may attend the keys of another block.
         """
-        heads, forward, number = getattr(self, name), self.feed_forward, 1 + (name != "self_attn")
+        heads, number = getattr(self, name), 1 if name == "self_attn" else 2
         block = Block(
             norm_first=self.norm_first,
             attention_norm=getattr(self, f"norm{number}")._of_block(),
             keys_from=keys_from,
         )
         if f"norm{number + 1}" == self._parts[-1]:
-            block = replace(
-                block,
-                inner_norm=getattr(self, f"norm{number + 1}")._of_block(),
-                inner=Projection(forward.weight1, forward.bias1, forward.activations),
-                activation=forward._function,
-                outer=Projection(forward.weight2, forward.bias2, forward.activations),
-            )
+            inner, outer = self.feed_forward._of_block()
+            norm, function = getattr(self, f"norm{number + 1}")._of_block(), self.feed_forward._function
+            block = replace(block, inner_norm=norm, inner=inner, activation=function, outer=outer)
         if not own:
             return replace(block, layer=heads, over_memory=number > 1)
         maps, norms = heads.query_maps if heads.query_only else heads.all_maps, heads.head_norms

@@ -97,7 +97,7 @@ def test_each_product_is_that_of_ops(implementation, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_has_the_same_products(implementation, kind):
-    """A plain layer is a program; with a mask, the layer runs product by product."""
+    """A plain layer is a program; with a mask, its attention runs product by product."""
     layer = randomized(
         TransformerEncoderLayer(WIDTH, HEADS, 96, "geglu", weights_dtype=kind, activations="int8")
     )

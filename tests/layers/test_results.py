@@ -135,7 +135,8 @@ def test_a_plain_layer_is_the_layer(dtype, norm_first, norm, causal, implementat
         masked = layer(x, src_mask=np.triu(np.full((LENGTH, LENGTH), causal), 1))
         out = layer(x, is_causal=causal)
         np.testing.assert_allclose(out, masked, rtol=0, atol=1e-5 if dtype == "float32" else 1e-13)
-        assert (layer._programs[True][1] is not None) == (heads != {"head_dim": 24} or layer.self_attn.is_plain())
+        plain = heads != {"head_dim": 24} or layer.self_attn.is_plain()
+        assert (layer._programs[True][1] is not None) == plain
         np.testing.assert_array_equal(layer(x[:, ::-1])[:, ::-1], layer(x[:, ::-1].copy())[:, ::-1])
 
 

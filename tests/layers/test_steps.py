@@ -1,5 +1,7 @@
 """Layers token by token over caches: the same as in one call, whatever came before."""
 
+import copy
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -19,11 +21,14 @@ from layer_oracle import (
 from fastattn.layers import (
     KVCache,
     LayerNorm,
+    MultiHeadAttention,
+    Rope,
     Transformer,
     TransformerDecoder,
     TransformerEncoder,
     TransformerEncoderLayer,
 )
+from fastattn.positions import rope_frequencies
 
 
 @pytest.mark.parametrize("chunks", [(1,) * LENGTH, (4, 1, 1, 5), (LENGTH,)])
@@ -104,6 +109,39 @@ def test_a_decoder_only_stack_step_by_step(options, implementation):
         out = stack(token, is_causal=True, cache=cache)
         for b, n in enumerate(prompts):
             np.testing.assert_allclose(out[b, 0], full[b, n + step], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [None, [5, 2, 4]])
+@pytest.mark.parametrize("dtype", [None, "int8"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_of_a_stack_is_one_program(shared, dtype, lengths, implementation, monkeypatch):
+    """Where its layers' caches go together; else, as with a mask, its attentions run by themselves."""
+    own = {"num_kv_heads": 2, "window": (6, 0), "rope": Rope(rope_frequencies(WIDTH // HEADS))}
+    layers = [
+        TransformerEncoderLayer(WIDTH, HEADS, 96, attention={**own, "query_only": shared and i == 1})
+        for i in range(6)
+    ]
+    stack = randomized(TransformerEncoder(layers, LayerNorm(WIDTH)))
+    plain, masked, apart = (stack.new_cache(dtype=dtype) for _ in range(3))
+    calls, attend = [], MultiHeadAttention._attend
+    monkeypatch.setattr(
+        MultiHeadAttention, "_attend", lambda *args, **how: calls.append(0) or attend(*args, **how)
+    )
+    mask, options = np.zeros((1, 1, 5, 5), bool), {"is_causal": True, "lengths": lengths}
+    for x, own_mask in ((X[:, :5], mask), (X[:, 5:6], mask[:, :, :1, :1])):
+        one, other = stack(x, cache=plain, **options), stack(x, own_mask, cache=masked, **options)
+        for b, n in enumerate(options.pop("lengths", None) or [x.shape[1]] * BATCH):
+            np.testing.assert_allclose(one[b, :n], other[b, :n], rtol=0, atol=1e-5)
+    assert len(calls) == 2 * len(layers)
+    stack(X[:, :5], cache=apart, is_causal=True)
+    apart[-1].truncate(3)
+    expected, caches = X[:, 5:6], iter(copy.deepcopy(apart))
+    if not shared:
+        for layer in layers:
+            expected = layer(expected, cache=next(caches), is_causal=True)
+        np.testing.assert_allclose(
+            stack(X[:, 5:6], cache=apart, is_causal=True), stack.norm(expected), rtol=0, atol=1e-5
+        )
 
 
 @every_stack
