@@ -108,8 +108,8 @@ def layer(dtype: str) -> None:
         for each in layers:
             each(x)
         for each in layers:  # the compiled call, timed from outside
-            _, program = each._plain
-            program._compiled = [timed(part, inside) for part in program._compiled]
+            for layout in each._programs[True][1].program.layouts:
+                layout.compiled = [timed(part, inside) for part in layout.compiled]
         for _ in range(100 if batch * length < 1000 else 5):
             for each in layers:
                 start = time.perf_counter()
@@ -117,7 +117,7 @@ def layer(dtype: str) -> None:
                 whole.append(time.perf_counter() - start)
         outside = np.median(np.subtract(whole, inside))
         for each in layers:
-            each.__dict__["_plain"] = None, None
+            each._programs.clear()
         micro, share = np.array([np.median(whole), outside]) * 1e6, outside / np.median(whole)
         print((batch, length), "{:.0f} us, {:.0f} of them Python".format(*micro), f"({share:.1%})")
 
