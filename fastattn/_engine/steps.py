@@ -247,6 +247,7 @@ class AttendStep(Step):
         x = values[self.x]
         n = len(tape.array(x))
         if not n:
+            values[self.given] = [x, x]  # which nobody reads
             return tape.views(x, lambda array: [array[:, : self.columns]])[0]
         if out is None:
             out = tape.empty(None, n, self.columns, tape.array(x).dtype)

@@ -150,6 +150,14 @@ def test_calls_without_masks_are_one_program(options, sources, implementation, m
 
 
 @every_side
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_no_tokens(checkpoint, side):
+    x, model = draw(BATCH, 0, WIDTH, dtype=np.float64), stack([0, 0], side=side)
+    out, pullback = vjp(model, x, *memory_of(side), checkpoint=checkpoint)
+    assert out.shape == pullback(out)[0].shape == x.shape
+
+
+@every_side
 @every_pattern
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
 def test_tokens_one_by_one(cache_dtype, sources, given, side, implementation):
