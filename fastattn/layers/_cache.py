@@ -420,10 +420,13 @@ class restored_on_error:
     __slots__ = ("_states",)
 
     def __init__(self, caches: Sequence[KVCache | DecoderCache | None]) -> None:
-        held: list[Any] = [cache for cache in caches if cache is not None]
-        held += [cache.tokens for cache in held if isinstance(cache, DecoderCache)]
         # References are enough: a cache writes to its arrays only after the tokens that it counts.
-        self._states = [(vars(cache), dict(vars(cache))) for cache in held]
+        self._states: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for cache in caches:
+            if isinstance(cache, DecoderCache):
+                self._states.append((vars(cache.tokens), dict(vars(cache.tokens))))
+            if cache is not None:
+                self._states.append((vars(cache), dict(vars(cache))))
 
     def __enter__(self) -> None:
         pass

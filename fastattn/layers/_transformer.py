@@ -314,13 +314,13 @@ def _sequences(
     found: Prepared, call: Call, caches: Sequence[KVCache], padding: Bools | None, dtype: np.dtype[Any]
 ) -> Sequences | None:
     """What the program is told of a call's rows; None where attention has to run in Python."""
-    (batch, length), (masks, *_), lengths, _ = call
+    (batch, length), each, lengths, _ = call
     _, windows, ropes, movable, heads = found
     if padding is not None:
         if not movable:
             return None
         return Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
-    sequences, len_k, causal = Sequences(batch), length, masks[3]
+    sequences, len_k, causal = Sequences(batch), length, each[0][3]
     start: Ints | int = 0
     shared: tuple[key_ranges.Range, ...] = ()
     if caches:
