@@ -13,11 +13,11 @@ from pathlib import Path
 import fastattn
 from fastattn import _cli_models
 from fastattn._args.errors import FULL, naming
+from fastattn._args.packed import OF_FLOAT32
 from fastattn._args.types import ROUNDINGS
 from fastattn._engine.cpus import CPUS
 from fastattn._regular_files import irregular, replaced
 from fastattn.models._parameters import DTYPES as MODEL_DTYPES
-from fastattn.models._parameters import WEIGHT_DTYPES
 
 _SIGNALLED = 128  # a shell adds it to the number of the signal that ended a command
 
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         option("--gguf-file", metavar="NAME", help="GGUF file in that folder or repository")
         option("--dtype", choices=MODEL_DTYPES, default="float32", help="compute type (float32)")
         text = "storage type of weights; file: as stored in a GGUF file (file for GGUF, else --dtype)"
-        option("--weights-dtype", choices=(*WEIGHT_DTYPES, "file"), help=text)
+        option("--weights-dtype", choices=(*OF_FLOAT32, "file"), help=text)
         text = "round inputs of linear maps, for weights in int8 or in blocks (no rounding)"
         option("--activations", choices=ROUNDINGS, help=text)
 

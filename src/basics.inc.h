@@ -1,7 +1,6 @@
 /* Small things that every file uses: integers, elements of strided arrays, scratch memory, when to give up.
  *
- * Exports   smaller, larger, round_up, ceil_div; load_int, at; WITH_LITERAL, WITH_DTYPE,
- *           WITH_FLAG; arena, cut, CUT, CUT_LANES; given_up. */
+ * Exports   smaller, larger, round_up, ceil_div; load_int, at; WITH_LITERAL, WITH_FLAG; arena, cut, CUT, CUT_LANES; given_up. */
 #pragma once
 #include "simd.h"
 
@@ -23,19 +22,13 @@ INLINE char *at(const fa_array *x, int64_t b, int64_t h, int64_t i, int64_t j)
     return x->data + x->batch[b] + h * x->head + i * x->row + j * x->col;
 }
 
-/* WITH_DTYPE(dtype, name, call): the call, in which `name` is dtype as a literal. So a kernel's switches on it fold
+/* WITH_LITERAL(name, value, call): the call, in which `name` is the value as a literal. So a kernel's switches on it fold
  * away. */
 #define WITH_LITERAL(name, value, ...)                                                                                 \
     {                                                                                                                  \
         const int name = value;                                                                                        \
         __VA_ARGS__;                                                                                                   \
     }
-#define WITH_DTYPE(dtype, name, ...)                                                                                   \
-    do {                                                                                                               \
-        if (LANE_BITS == 32 && (dtype) == FA_F16) WITH_LITERAL(name, FA_F16, __VA_ARGS__)                              \
-        else if (LANE_BITS == 32 && (dtype) == FA_BF16) WITH_LITERAL(name, FA_BF16, __VA_ARGS__)                       \
-        else WITH_LITERAL(name, LANE_DTYPE, __VA_ARGS__)                                                               \
-    } while (0)
 
 /* WITH_FLAG(flag, name, call): the call, in which `name` is whether `flag`, as a literal. */
 #define WITH_FLAG(flag, name, ...)                                                                                     \

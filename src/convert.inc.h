@@ -1,13 +1,21 @@
 /* Rows of any dtype to and from lanes.
  *
  * Literals  dtype, in INLINE functions alone: the lane type, FA_I8 or, with float lanes, FA_F16 or FA_BF16.
- * Exports   dtype_size; v_load_part, v_store_part, v_load_as, v_load_as_n, v_load_as_part, v_store_as_part,
+ * Exports   dtype_size, WITH_DTYPE; v_load_part, v_store_part, v_load_as, v_load_as_n, v_load_as_part, v_store_as_part,
  *           v_store_two_as_part, v_store_pairs_as_part; load_element, load_row, add_row, store_row, store_row_pairs, round_row, round_row_as, row_finite,
  *           prefetch_rows. */
 #pragma once
 #include "basics.inc.h"
 
 INLINE int64_t dtype_size(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : dtype == FA_I8 ? 1 : 2; }
+
+/* WITH_DTYPE(dtype, name, call): the call, in which `name` is dtype as a literal. */
+#define WITH_DTYPE(dtype, name, ...)                                                                                   \
+    do {                                                                                                               \
+        if (LANE_BITS == 32 && (dtype) == FA_F16) WITH_LITERAL(name, FA_F16, __VA_ARGS__)                              \
+        else if (LANE_BITS == 32 && (dtype) == FA_BF16) WITH_LITERAL(name, FA_BF16, __VA_ARGS__)                       \
+        else WITH_LITERAL(name, LANE_DTYPE, __VA_ARGS__)                                                               \
+    } while (0)
 
 /* The next vector of a row that has n lanes left. Of fewer than LANES, the other lanes are 0, or not written. */
 INLINE v_t v_load_part(const void *from, int64_t n) { return n < LANES ? v_load_n(from, n) : v_load(from); }

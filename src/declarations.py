@@ -301,9 +301,19 @@ class Fill:
         yield from (*lines, "    return 0")
 
 
+def dtypes():
+    """Types of elements by the names that NumPy has for them: FA_BF16 is bfloat16."""
+    text = (SRC / "interface/arrays.h").read_text(encoding="utf-8")
+    names = re.findall(r"FA_(\w+)", re.search(r"typedef enum \{([^{}]*)\} fa_dtype;", text)[1])
+    spelled = [re.sub(r"f(?=\d)", "float", re.sub(r"i(?=\d)", "int", x.lower())) for x in names]
+    pairs = [f'"{name}": FA_{x}' for name, x in zip(spelled, names, strict=True)]
+    return f"cdef dict _DTYPES = {{{', '.join(pairs)}}}"
+
+
 def fills():
     """The kinds by their names; functions that fill structs, and how many batch tables these need."""
     known, objects, used = structs(), classes(), written()
+    yield dtypes()
     names = [f'"{name[3:].lower()}": {name}' for some in kinds().values() for name in some]
     yield f"cdef dict _KINDS = {{{', '.join(names)}}}"
     for struct in known:

@@ -127,7 +127,7 @@ static void take_blocks(const fa_pack_args *a, const pack_scratch *s, const pack
     for (int64_t b = blocks; b < round_up(blocks, LANES); b++) s->scales[b] = s->minima[b] = 0;
     if (!a->minima || f->minimum >= 0) return;
     for (int64_t b = 0; b < blocks; b += LANES) /* codes from 0 up that the file has from -8 up */
-        v_store_f16(s->minima + b, a->weight == FA_I4 ? v_splat(-8) * v_load_f16(s->scales + b) : v_splat(0));
+        v_store_f16(s->minima + b, by_table(a->weight) ? v_splat(-8) * v_load_f16(s->scales + b) : v_splat(0));
 }
 
 /* Sums of the integers of LANES blocks of codes, of which n are there, `block` features each: that is literal. Of what
@@ -158,7 +158,7 @@ static double pack_file_codes(const fa_pack_args *a, const pack_scratch *s, cons
                               int64_t n, int64_t block, char *to)
 {
     const int64_t blocks = n / a->block;
-    const int bytes = a->weight == FA_Q8;
+    const int bytes = !by_table(a->weight);
     char *codes = bytes ? to : (char *)s->codes;
     int8_t integers[16];
     double sum = 0;

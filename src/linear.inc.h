@@ -86,7 +86,7 @@ INLINE void turn_square(fa_dtype weight, const fa_linear_args *a, int64_t panel,
     const int64_t next = a->transposed * features / each * FA_PANEL_BYTES;
     for (int64_t c = 0; c < PANEL; c += LANES) {
         v_t scale = v_splat(0), minimum = v_splat(0);
-        if (weight == FA_I8) scale = v_load((const lane *)a->scales + panel * PANEL + c);
+        if (by_row(weight)) scale = v_load((const lane *)a->scales + panel * PANEL + c);
         for (int64_t d = 0; d < PANEL; d += LANES) {
             v_t square[LANES];
             const int64_t at = scales_at(a, panel * features + first + d) + c * 2;
@@ -98,7 +98,7 @@ INLINE void turn_square(fa_dtype weight, const fa_linear_args *a, int64_t panel,
                 if ((d + i) % each == 0) __builtin_prefetch(step + next, 0, 2);
                 if (first + d + i >= features) continue;
                 square[i] = v_widen(weight, (int)((d + i) % each), v_load(step), a->table, scale, minimum);
-                if (weight == FA_I8) square[i] = square[i] * scale;
+                if (by_row(weight)) square[i] = square[i] * scale;
             }
             v_transpose(square);
             UNROLL_FOR(int i = 0; i < LANES; i++) v_store(to + (c + i) * PANEL + d, square[i]);
@@ -112,13 +112,8 @@ static void turn_part(const fa_linear_args *a, int64_t panel, int map, int64_t f
 {
     for (int64_t d = 0; d < features; d += PANEL, to += PANEL * PANEL) {
         const int64_t from = (first + d) / PANEL * a->transposed + map, column = panel * PANEL;
-        switch (a->weight) {
-        case FA_BF16: turn_square(FA_BF16, a, from, column, to); break;
-        case FA_I8: turn_square(FA_I8, a, from, column, to); break;
-        case FA_I4: turn_square(FA_I4, a, from, column, to); break;
-        case FA_Q8: turn_square(FA_Q8, a, from, column, to); break;
-        default: turn_square(LANE_DTYPE, a, from, column, to);
-        }
+        if (a->weight == LANE_DTYPE) turn_square(LANE_DTYPE, a, from, column, to);
+        else WITH_NARROW(a->weight, weight, turn_square(weight, a, from, column, to));
     }
 }
 

@@ -38,7 +38,7 @@ static panel_rows rows_of_panel(const fa_linear_args *a, int64_t row, int64_t ro
         .acc = acc,
         .up = up,
         .grid = grid,
-        .scale = a->weight == FA_I8 && !a->transposed ? (const lane *)a->scales + panel * PANEL : NULL,
+        .scale = by_row(a->weight) && !a->transposed ? (const lane *)a->scales + panel * PANEL : NULL,
         .sums = a->x_int8 ? (const lane *)a->sums + panel * PANEL : NULL,
         .bias = a->bias ? (const lane *)a->bias + first : NULL,
         .residual = a->residual ? a->residual + row * a->residual_row + first * size : NULL,

@@ -13,16 +13,17 @@
  *   Q8, 4 bits       int8       the same; each block of features is scaled              blocks_pass
  *
  * Literals  columns: a multiple of GROUP. bf16: 1 only if V_BF16_DOT. fetch: 0 .. STEP_LINES, of bytes_pass 0, 1.
- *           triangular: 0, 1. weight: FA_BF16, FA_I8, FA_I4, FA_Q8; of blocks_pass the last two. rows: 1 .. LINEAR_ROWS,
+ *           triangular: 0, 1. weight: of blocks_pass one of WITH_INTEGERS. rows: 1 .. LINEAR_ROWS,
  *           of bytes_pass BYTES_ROWS, of blocks_pass BLOCK_ROWS.
- *           runs: 1, 2 with two rows at most, WIDE_RUNS with one. by_bytes, in_order: 1 only if FA_I4.
+ *           runs: 1, 2 with two rows at most, WIDE_RUNS with one. by_bytes, in_order: 1 only if by_table.
  * Exports   PANEL, GROUP, WITH_ROWS, multiply (linear attention has such products, too); PACKED_BLOCK, BLOCK_ROWS,
- *           in_blocks, block_at, scales_at, LINEAR_SUM, PART_AHEAD, NEAR_AHEAD, lines_ahead; BY_LANES, BY_PAIRS, BY_WIDENING,
- *           BY_BYTES, BY_BLOCKS, turns_pairs, multiplication, multiplication_of; features_per_step, packed_product,
- *           narrow_pass, wide_runs, v_code_bytes, v_widen. */
+ *           block_at, scales_at, LINEAR_SUM, PART_AHEAD, NEAR_AHEAD, lines_ahead; BY_LANES, BY_PAIRS, BY_WIDENING,
+ *           BY_BYTES, BY_BLOCKS, turns_pairs, multiplication, multiplication_of; packed_product, narrow_pass,
+ *           wide_runs. */
 #pragma once
 #include "interface/linear.h"
 #include "tile.inc.h"
+#include "weights.inc.h"
 
 #define PANEL (FA_PANEL_BYTES / (int64_t)sizeof(lane))
 
@@ -35,18 +36,9 @@ _Static_assert(BYTES_ROWS <= LINEAR_ROWS && (!V_I8_SQUARES || BYTES_ROWS == LINE
 #define PACKED_BLOCK 32 /* input features that pack gives a scale; panels in blocks are whole ones of these */
 #define BLOCK_ROWS (LINEAR_ROWS / 2) /* rows of blocks_pass, which has two accumulators for each result */
 
-/* Whether each block of input features has scales of its own. */
-INLINE int in_blocks(fa_dtype weight) { return weight == FA_I4 || weight == FA_Q8; }
-
 /* The number of the block that a feature is in, and a feature's place among float16 scales (blocks, PANEL), in bytes. */
 INLINE int64_t block_at(const fa_linear_args *a, int64_t feature) { return feature >> (a->block == 16 ? 4 : 5); }
 INLINE int64_t scales_at(const fa_linear_args *a, int64_t feature) { return block_at(a, feature) * PANEL * 2; }
-
-/* Input features of a panel's step. */
-INLINE int64_t features_per_step(fa_dtype weight)
-{
-    return weight == FA_I4 ? 8 : weight == FA_I8 || weight == FA_Q8 ? 4 : weight == FA_BF16 ? 2 : 1;
-}
 
 /* pass(rows, ...) with `rows`, at most `limit`, as a literal. */
 #define ROWS_CASE(rows, limit, pass, ...)                                                                              \
@@ -146,36 +138,10 @@ INLINE void fetch_step(const packed_product *p, int64_t step)
 #define LINEAR_SUM MAX_DEPTH /* steps, or features widened, that one accumulator sums at most */
 #define WIDE_RUNS 4          /* runs of LINEAR_SUM features that one row is multiplied with at once */
 
-/* Feature f of each step, widened; in blocks, scaled, plus the minimum. A byte of 4 bits each holds one of features
- * 0 .. 3 and, above, one of 4 .. 7: so that both halves are four bytes for the integer dot product. */
-INLINE v_t v_widen(fa_dtype weight, int f, v_t step, const lane *table, v_t scale, v_t minimum)
-{
-#if LANE_BITS == 32
-    const vi_t bits = (vi_t)step;
-    if (weight == FA_BF16) return (v_t)(f ? bits & (ilane)0xffff0000 : bits << 16);
-    if (weight == FA_I8) return __builtin_convertvector(bits << (24 - 8 * f) >> 24, v_t);
-    if (weight == FA_Q8) return v_fma(__builtin_convertvector(bits << (24 - 8 * f) >> 24, v_t), scale, minimum);
-    if (weight == FA_I4)
-        return v_fma(v_lookup(table, (vi_t)((vw_t)bits >> (f < 4 ? 8 * f : 8 * f - 28))), scale, minimum);
-#endif
-    (void)weight, (void)f, (void)table, (void)scale, (void)minimum;
-    return step;
-}
-
 /* Runs of features that a pass of so many rows goes through at once, if there are as many. */
 INLINE int wide_runs(int64_t rows) { return rows == 1 ? WIDE_RUNS : rows == 2 ? WIDE_RUNS / 2 : 1; }
 
 #if LANE_BITS == 32
-/* The places of codes, 0 to 15, of features 0 .. 3 (0) or 4 .. 7 (1) of a step of 4 bits, as bytes. */
-INLINE vi_t v_places(int half, v_t step)
-{
-    const vi_t bits = (vi_t)step;
-    return (half ? bits >> 4 : bits) & (ilane)0x0f0f0f0f;
-}
-
-/* The codes there, from a table of bytes. */
-INLINE vi_t v_code_bytes(int half, vi_t table, v_t step) { return v_lookup_i8(table, v_places(half, step)); }
-
 /* One pass of x in lanes: `rows` rows, GROUP columns from c on. Weights are widened in registers, feature by feature;
  * the bits are those of multiply_pass on widened ones. With `by_bytes`, which needs values of 4 bits that are their
  * codes, these become bytes first, four by one instruction: v_lookup takes four instructions for one on AVX2.
@@ -215,7 +181,7 @@ INLINE void wide_pass(int rows, int runs, fa_dtype weight, int by_bytes, int64_t
                 HIDE(x);
                 UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
                     const v_t here = v_load(step + u * V_BYTES);
-                    if (by_bytes && f % 4 == 0) bytes[u] = v_code_bytes(f / 4, codes, here);
+                    if (by_bytes && f % 4 == 0) bytes[u] = v_code_bytes(weight, f / 4, codes, here);
                     wide[u] = v_widen(by_bytes ? FA_Q8 : weight, by_bytes ? f % 4 : f, by_bytes ? (v_t)bytes[u] : here,
                                       p->a->table, scale[run][u], minimum[run][u]);
                 }
@@ -235,11 +201,19 @@ INLINE void wide_pass(int rows, int runs, fa_dtype weight, int by_bytes, int64_t
         }
 }
 
-INLINE void wide_passes(int64_t rows, fa_dtype weight, int by_bytes, int64_t c, const packed_product *p)
+INLINE void wide_runs_pass(int64_t rows, fa_dtype weight, int by_bytes, int64_t c, const packed_product *p)
 {
     if (p->runs == WIDE_RUNS) wide_pass(1, WIDE_RUNS, weight, by_bytes, c, p);
     else if (p->runs > 1) wide_pass(2, WIDE_RUNS / 2, weight, by_bytes, c, p);
     else WITH_ROWS(rows, LINEAR_ROWS, wide_pass, 1, weight, by_bytes, c, p);
+}
+
+INLINE void wide_passes(int64_t rows, fa_dtype weight, int64_t c, const packed_product *p)
+{
+    if (V_BF16_DOT && weight == FA_BF16) return; /* BY_PAIRS */
+    const int values_are_codes = by_table(weight) && p->a->unit == 1;
+    if (!V_LOOKUP_ONCE && values_are_codes) wide_runs_pass(rows, weight, 1, c, p);
+    else wide_runs_pass(rows, weight, 0, c, p);
 }
 
 typedef int32_t four_u __attribute__((aligned(1), may_alias)); /* four int8 anywhere in memory */
@@ -341,10 +315,10 @@ INLINE void squares_pass(int rows, int64_t c, const packed_product *p)
 }
 #endif
 
-/* Whether the codes of 4 bits, which lie from 0 to 15 in a panel, are integers one after another. */
+/* Whether the codes that are places in a table are integers there, one after another. */
 INLINE int codes_ascend(const fa_linear_args *a)
 {
-    int in_order = a->weight == FA_I4;
+    int in_order = by_table(a->weight);
     for (int i = 1; in_order && i < 16; i++) in_order = a->codes[i] == a->codes[0] + i;
     return in_order;
 }
@@ -355,8 +329,8 @@ INLINE void blocks_pass(int rows, fa_dtype weight, int in_order, int64_t c, cons
 {
     const int64_t each = features_per_step(weight), steps = p->a->block / each, ahead = scales_ahead(weight, p->a);
     const char *part = p->part + c * (int64_t)sizeof(lane), *x = p->x;
-    const vi_t table = weight == FA_I4 ? v_table_i8(p->a->codes) : (vi_t){0};
-    const ilane first_code = weight == FA_I4 ? p->a->codes[0] : 0;
+    const vi_t table = by_table(weight) ? v_table_i8(p->a->codes) : (vi_t){0};
+    const ilane first_code = by_table(weight) ? p->a->codes[0] : 0;
     v_t total[BLOCK_ROWS][LINEAR_NV];
     vi_t sum[BLOCK_ROWS][LINEAR_NV];
     UNROLL_FOR(int r = 0; r < rows; r++)
@@ -374,8 +348,7 @@ INLINE void blocks_pass(int rows, fa_dtype weight, int in_order, int64_t c, cons
                 HIDE(half_x);
                 UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) {
                     const v_t here = v_load(part + u * V_BYTES);
-                    if (in_order) codes[u] = v_places(half, here);
-                    else codes[u] = weight == FA_I4 ? v_code_bytes(half, table, here) : (vi_t)here;
+                    codes[u] = in_order ? v_places(half, here) : v_code_bytes(weight, half, table, here);
                 }
                 UNROLL_FOR(int r = 0; r < rows; r++) {
                     const vi_t four = (vi_t){0} + *(const four_u *)(half_x + r * p->x_row);
@@ -402,6 +375,12 @@ INLINE void blocks_pass(int rows, fa_dtype weight, int in_order, int64_t c, cons
     }
     UNROLL_FOR(int r = 0; r < rows; r++)
         UNROLL_FOR(int u = 0; u < LINEAR_NV; u++) v_store(p->out + r * PANEL + c + u * LANES, total[r][u]);
+}
+
+INLINE void blocks_passes(int64_t rows, fa_dtype weight, int64_t c, const packed_product *p)
+{
+    if (by_table(weight) && codes_ascend(p->a)) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, weight, 1, c, p);
+    else WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, weight, 0, c, p);
 }
 #endif
 
@@ -436,14 +415,8 @@ INLINE void narrow_pass(multiplication how, int64_t rows, int64_t c, const packe
     };
     if (how == BY_BYTES) bytes_passes[rows - 1](c, p);
 #endif
-    else if (how == BY_BLOCKS && p->a->weight == FA_Q8) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, FA_Q8, 0, c, p);
-    else if (how == BY_BLOCKS && codes_ascend(p->a)) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, FA_I4, 1, c, p);
-    else if (how == BY_BLOCKS) WITH_ROWS(rows, BLOCK_ROWS, blocks_pass, FA_I4, 0, c, p);
-    else if (!V_BF16_DOT && p->a->weight == FA_BF16) wide_passes(rows, FA_BF16, 0, c, p);
-    else if (p->a->weight == FA_I8) wide_passes(rows, FA_I8, 0, c, p);
-    else if (p->a->weight == FA_Q8) wide_passes(rows, FA_Q8, 0, c, p);
-    else if (!V_LOOKUP_ONCE && p->a->unit == 1) wide_passes(rows, FA_I4, 1, c, p); /* the values are the codes */
-    else wide_passes(rows, FA_I4, 0, c, p);
+    else if (how == BY_BLOCKS) WITH_INTEGERS(p->a->weight, weight, blocks_passes(rows, weight, c, p));
+    else WITH_NARROW(p->a->weight, weight, wide_passes(rows, weight, c, p));
 }
 #else
 INLINE void narrow_pass(multiplication how, int64_t rows, int64_t c, const packed_product *p)

@@ -204,7 +204,7 @@ static void unpack_codes(const packed_product *p, char *to)
             const char *step = p->part + s * FA_PANEL_BYTES + c;
             __builtin_prefetch(step + PART_AHEAD, 0, 2);
             UNROLL_FOR(int half = 0; half < 2; half++)
-                v_store(to + half * FA_PANEL_BYTES + c, (v_t)v_code_bytes(half, table, v_load(step)));
+                v_store(to + half * FA_PANEL_BYTES + c, (v_t)v_code_bytes(FA_I4, half, table, v_load(step)));
         }
 }
 
@@ -213,9 +213,9 @@ static void unpack_codes(const packed_product *p, char *to)
 static void blocks_by_tiles(int64_t rows, const packed_product *p, char *codes)
 {
     const int64_t block = p->a->block, blocks = block_at(p->a, p->features), block_bytes = block / 4 * FA_PANEL_BYTES;
-    const char *bytes = p->a->weight == FA_Q8 ? p->part : codes;
+    const char *bytes = by_table(p->a->weight) ? codes : p->part;
     lane sums[CODES_SUMS][AMX_ROWS * LANES] __attribute__((aligned(64))) = {0};
-    if (p->a->weight == FA_I4) unpack_codes(p, codes);
+    if (by_table(p->a->weight)) unpack_codes(p, codes);
     for (int64_t r = 0, shaped = 0; r < rows; r += AMX_ROWS) {
         const int64_t n = smaller(rows - r, AMX_ROWS);
         if (n != shaped) amx_shapes(n, 0, (int)block);

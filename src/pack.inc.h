@@ -28,18 +28,10 @@ static vi_t most_pair_bits(vi_t most, const char *x, int64_t n)
     return most;
 }
 
-static void pack_pairs(const lane *x, int64_t n, char *to)
+/* to (n) = x in a narrow type without scales. */
+static void pack_narrow(fa_dtype weight, const lane *x, int64_t n, char *to)
 {
-    for (int64_t j = 0; j < n; j += LANES) v_store_bf16(to + j * 2, v_load(x + j));
-}
-
-/* to = quotients, rounded to nearest even, which it returns, too. By a scale that is coarse they may exceed 127. */
-INLINE v_t v_rounded_bytes(v_t quotients, char *to)
-{
-    const v_t most = v_splat(127), magic = v_splat(0x1.8p23f); /* adding it rounds, into the lowest bits */
-    const v_t rounded = v_min(most, v_max(-most, quotients)) + magic;
-    v_store_i8(to, (vi_t)rounded);
-    return rounded - magic;
+    for (int64_t j = 0; j < n; j += LANES) v_store_code(weight, NULL, NULL, v_load(x + j), to + j * code_bytes(weight));
 }
 
 /* to (n) = x / scale, rounded. Returns the sum, times the scale: exact, as are the sums of all parts of a row. */
@@ -51,8 +43,8 @@ static double pack_bytes(const lane *x, int64_t n, lane scale, char *to)
     return (double)v_sum(sum) * scale;
 }
 
-/* The scales of LANES blocks of x: their largest magnitudes, or what makes the element of that magnitude, the first of
- * them, a->extreme. */
+/* The scales of LANES blocks of x, which make a->extreme of the largest magnitude, or of the element that has it, the
+ * first of them. */
 INLINE v_t v_block_scales(const fa_pack_args *a, const lane *x)
 {
     v_t up[LANES], down[LANES]; /* the largest of x and of -x, of each block */
@@ -65,8 +57,7 @@ INLINE v_t v_block_scales(const fa_pack_args *a, const lane *x)
     }
     const v_t high = v_max_each(up), low = v_max_each(down);
     const v_t magnitude = (v_t)v_magnitude_bits(v_max(high, low));
-    if (a->weight == FA_Q8) return magnitude / v_splat(127);
-    if (a->extreme == 0) return magnitude;
+    if (a->by_magnitude) return magnitude / v_splat((lane)a->extreme);
     v_t largest = v_select(high > low, high, -low);
     if (v_any(high == low))
         for (int b = 0; b < LANES; b++)
@@ -95,21 +86,14 @@ INLINE v_t v_block_minima(lane *x, uint16_t *minima)
     return minimum;
 }
 
-/* How many of the fifteen numbers `middles` are less than x. */
-INLINE vi_t v_code(const lane *middles, v_t x)
-{
-    vi_t code = {0};
-    UNROLL_FOR(int step = 8; step; step /= 2) code += (v_lookup(middles, code + (step - 1)) < x) & step;
-    return code;
-}
-
 /* Codes of n features of x, and of zeros up to a whole block, of 4 bits two a byte; scales and minima of blocks, `block`
  * numbers after a's first and PANEL apart. Returns the sum of the n weights as integers have them: each block's is exact,
  * and is scaled; these are added in order. */
 static double pack_codes(const fa_pack_args *a, const pack_scratch *s, int64_t n, int64_t block, char *to)
 {
     const int64_t blocks = ceil_div(n, PACKED_BLOCK);
-    const int bytes = a->weight == FA_Q8;
+    const int joined = by_table(a->weight);
+    char *codes = joined ? (char *)s->codes : to;
     double sum = 0;
     for (int64_t first = 0; first < blocks; first += LANES) {
         v_t minimum = v_splat(0);
@@ -124,15 +108,9 @@ static double pack_codes(const fa_pack_args *a, const pack_scratch *s, int64_t n
             if (b >= blocks) continue;
             UNROLL_FOR(int64_t j = b * PACKED_BLOCK; j < (b + 1) * PACKED_BLOCK; j += LANES) {
                 const v_t scaled = v_load(s->x + j) / v_splat(s->divisors[i]);
-                if (bytes) {
-                    sums[i] += v_rounded_bytes(scaled, to + j);
-                    continue;
-                }
-                const vi_t code = v_code(a->middles, scaled);
-                v_store_i8(s->codes + j, code);
-                sums[i] += v_lookup(a->codes, code);
+                sums[i] += v_store_code(a->weight, a->middles, a->codes, scaled, codes + j);
             }
-            for (int64_t j = n; !bytes && j < (b + 1) * PACKED_BLOCK; j++)
+            for (int64_t j = n; joined && j < (b + 1) * PACKED_BLOCK; j++)
                 sums[i][0] -= ((const lane *)a->codes)[s->codes[j]];
             ((uint16_t *)a->scales)[block + b * PANEL] = s->scales[b];
             if (a->minima) ((uint16_t *)a->minima)[block + b * PANEL] = s->minima[b];
@@ -143,7 +121,7 @@ static double pack_codes(const fa_pack_args *a, const pack_scratch *s, int64_t n
             sum += (double)whole[i] * scale[i] + (double)features * minimum[i];
         }
     }
-    if (!bytes) join_codes(s->codes, blocks * PACKED_BLOCK, to);
+    if (joined) join_codes(s->codes, blocks * PACKED_BLOCK, to);
     return sum;
 }
 #endif
@@ -173,6 +151,7 @@ static lane row_scale(const fa_pack_args *a, const pack_scratch *s, const pack_r
 /* Adds a part's sum to that of row r. The sum of weights that are finite may not be. */
 INLINE void add_sum(const fa_pack_args *a, const pack_scratch *s, int64_t r, int64_t panel, int64_t first, double sum)
 {
+    if (!a->sums) return;
     s->sums[r] = first ? s->sums[r] + sum : sum;
     ((lane *)a->sums)[panel * PANEL + r] = (lane)fmax(-LANE_MAX, fmin(LANE_MAX, s->sums[r] * a->unit));
 }
@@ -197,7 +176,7 @@ static const char *row_words(const fa_pack_args *a, const pack_scratch *s, const
         judge(a, row, most_of(most_pair_bits(none, source, n / 2)));
         return source;
     }
-    if (a->weight == FA_I8) {
+    if (by_row(a->weight)) {
         lane *scale = (lane *)a->scales + panel * PANEL + r;
         if (!first) *scale = row_scale(a, s, row);
         if (a->k > pack_features(a)) load_features(s, row, first, n);
@@ -208,7 +187,7 @@ static const char *row_words(const fa_pack_args *a, const pack_scratch *s, const
     if (of_file(a)) return add_sum(a, s, r, panel, first, pack_file_codes(a, s, row, first, n, block, to)), to;
     load_features(s, row, first, n);
     judge(a, row, most_of(most_bits(none, (const char *)s->x, n)));
-    if (a->weight == FA_BF16) pack_pairs(s->x, n, to);
+    if (!in_blocks(a->weight)) pack_narrow(a->weight, s->x, n, to);
     else add_sum(a, s, r, panel, first, pack_codes(a, s, n, block, to));
 #else
     (void)panel;

@@ -2,7 +2,7 @@
  *
  * Exports   PACK_WORDS, PACK_PITCH, PACK_GROUP, LEAST_BLOCK; pack_scratch, take_pack_scratch, pack_scratch_bytes,
  *           pack_row; of_file, side_by_side, pack_features; load_source, v_magnitude_bits, v_most_bits, most_bits,
- *           most_of, judge; join_codes. */
+ *           most_of, judge. */
 #pragma once
 #include "interface/pack.h"
 #include "linear_pass.inc.h"
@@ -125,15 +125,3 @@ INLINE void judge(const fa_pack_args *a, const pack_row *row, lane largest)
 {
     if (row->data && !(largest < (lane)a->beyond)) __atomic_store_n(a->bad + row->block, 1, __ATOMIC_RELAXED);
 }
-
-#if LANE_BITS == 32
-/* to = n codes of 4 bits, eight in a word: four in the lower halves of its bytes, the next ones in the upper. */
-static void join_codes(const uint8_t *codes, int64_t n, char *to)
-{
-    typedef uint64_t eight_u __attribute__((aligned(1), may_alias));
-    typedef uint32_t four_u __attribute__((aligned(1), may_alias));
-    const eight_u *restrict eights = (const eight_u *)codes;
-    four_u *restrict words = (four_u *)to;
-    for (int64_t j = 0; j < n / 8; j++) words[j] = (uint32_t)(eights[j] | eights[j] >> 28);
-}
-#endif

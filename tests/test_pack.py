@@ -11,7 +11,7 @@ from implementations import each_isa, forced
 from bench import files as model_files
 from fastattn import models, ops
 from fastattn._args.pack import blocks_args
-from fastattn._args.packed import WEIGHT_DTYPES, PackArgs, RowBlock, has_minima
+from fastattn._args.packed import STORED, WEIGHT_DTYPES, PackArgs, RowBlock
 from fastattn._engine import dispatch, settings
 from fastattn._formats import FORMATS
 from fastattn.layers._attention_parameters import stack
@@ -140,7 +140,7 @@ def test_scales_of_files_that_are_not_finite_are_found(name, implementation):
             place = rng.integers(40), rng.integers(blocks.shape[1])
             blocks[place][at : at + 2] = [255, 0] if layout.exponent else np.array([value]).view(np.uint8)
             both = [data, spoiled]
-            minima = has_minima(FORMATS[name].packed) or layout.minimum is not None
+            minima = STORED[FORMATS[name].packed].has_minima or layout.minimum is not None
             args = (layout, layout), FORMATS[name].packed, layout.shared, minima, both, 768
             assert packed_blocks(*args, None).bad.tolist() == [False, True, False, True]
     for seed in range(20):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -28,39 +28,12 @@ _UNPACKED = 1 << 18  # numbers that `unpack` takes at a time: they stay in the s
 BLOCK = 32  # input features that share a scale, for each output feature, in types of blocks; or half of that
 
 
-class Stored(NamedTuple):
-    """Layout of weights of one type in a panel."""
-
-    dtype: type[np.generic]
-    features: int  # input features of a step
-    shape: tuple[int, ...] = ()  # of what a step holds of each output feature
-
-
-# int4 is what GGUF calls Q4_0, uint4 Q4_1, q8 Q8_0, iq4 IQ4_NL; fp4's numbers are those of MXFP4. NF4's are
-# quantiles of the normal distribution (Dettmers et al. 2023, arXiv:2305.14314), such that 0 is one of them.
-STORED = {
-    "float32": Stored(np.float32, 1),
-    "float64": Stored(np.float64, 1),
-    "bfloat16": Stored(np.uint16, 2, (2,)),
-    "int8": Stored(np.int8, 4, (4,)),
-    "q8": Stored(np.int8, 4, (4,)),
-    "int4": Stored(np.uint8, 8, (4,)),
-    "uint4": Stored(np.uint8, 8, (4,)),
-    "nf4": Stored(np.uint8, 8, (4,)),
-    "iq4": Stored(np.uint8, 8, (4,)),
-    "fp4": Stored(np.uint8, 8, (4,)),
-}
-WEIGHT_DTYPES = tuple(STORED)
-
-
 class Table(NamedTuple):
     """Values of the sixteen codes of a 4-bit type: times the scale of their block, plus its minimum."""
 
     values: Array  # (16,), float32, ascending
     codes: Array  # (16,), the same as int8 ...
     unit: float  # ... times this; 1: they are equal
-    extreme: float  # what the element of largest magnitude becomes; 0: that magnitude becomes 1
-    has_minima: bool = False  # which are subtracted first
 
     def numbers(self, codes: Array) -> Array:
         """Places in the table of some `codes`."""
@@ -85,24 +58,132 @@ class Table(NamedTuple):
         return np.append((self.values[1:] + self.values[:-1]) / 2, np.float32(np.inf))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A type of weights: what a panel holds of them, and their codes in NumPy. In C: src/weights.inc.h.
+
+    The words of an output feature are what the steps hold of it, side by side.
+    """
+
+    dtype: type[np.generic]
+    features: int  # input features of a step
+    shape: tuple[int, ...] = ()  # of what a step holds of each output feature
+    beyond: float = np.inf  # the smallest magnitude that becomes infinite
+    scales: Literal["", "row", "block"] = ""  # of each output feature, or of each of its blocks
+    has_minima: bool = False  # each block has one, which is subtracted first
+    extreme: float = 0.0  # in blocks: what the element of largest magnitude becomes, or its magnitude ...
+    by_magnitude: bool = True  # ... if this is set
+    integers: bool = True  # if it has scales: codes are integers, which multiply inputs in int8
+    table: Table | None = None
+
+    def encode(self, x: Array) -> tuple[Array, Array]:
+        """Words of x (..., features), scaled lanes, as `dtype`; and integers of x, if there are such."""
+        return x, x
+
+    def decode(self, words: Array) -> Array:
+        """Values of words: (..., features)."""
+        values: Array = words.view(self.dtype)
+        return values
+
+    def codes(self, words: Array) -> Array:
+        """Integers of words: (..., features)."""
+        return self.decode(words)
+
+
+class _Pairs(Stored):
+    __slots__ = ()
+
+    def encode(self, x: Array) -> tuple[Array, Array]:
+        return to_bfloat16_bits(x), x
+
+    def decode(self, words: Array) -> Array:
+        return from_bfloat16_bits(words.view(np.uint16))
+
+
+class _Bytes(Stored):
+    __slots__ = ()
+
+    def encode(self, x: Array) -> tuple[Array, Array]:
+        # Clip: the scale of a row of denormal numbers is coarse, so that a quotient may exceed 127.
+        codes = np.clip(np.rint(x), -127, 127).astype(np.int8)
+        return codes, codes
+
+    def decode(self, words: Array) -> Array:
+        return words.view(np.int8).astype(np.float32)
+
+    def codes(self, words: Array) -> Array:
+        return np.asarray(words.view(np.int8))
+
+
+class _Places(Stored):
+    """Places in a table, two in a byte."""
+
+    __slots__ = ()
+
+    def encode(self, x: Array) -> tuple[Array, Array]:
+        assert self.table
+        places = np.searchsorted(self.table.middles[:-1], x).astype(np.uint8)
+        return two_a_byte(places), self.table.codes[places]
+
+    def decode(self, words: Array) -> Array:
+        assert self.table
+        return np.take(self.table.pairs, _bytes_of(words).view(np.uint16)).view(np.float32)
+
+    def codes(self, words: Array) -> Array:
+        assert self.table
+        return self.table.codes[_bytes_of(words).view(np.uint8)]
+
+
+def two_a_byte(codes: Array) -> Array:
+    """Codes (..., features) as steps hold them, (..., features / 2)."""
+    fours = np.ascontiguousarray(codes).view(np.uint32)
+    return np.asarray((fours[..., ::2] | fours[..., 1::2] << 4).view(np.uint8))
+
+
+def _bytes_of(words: Array) -> Array:
+    """Codes of words (..., steps), a byte each, four to an integer: (..., 2 * steps)."""
+    halves = np.stack((words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F), axis=-1)
+    return halves.reshape(*words.shape[:-1], 2 * words.shape[-1])
+
+
 _NF4 = (
     "-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635"
     " -0.18477343022823334 -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725"
     " 0.24611230194568634 0.33791524171829224 0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0"
 )
-_UINT4_VALUES = np.arange(16, dtype=np.float32)
-_INT4_VALUES, _NF4_VALUES = np.arange(-8, 8, dtype=np.float32), np.array(_NF4.split(), np.float32)
 IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 FP4 = np.array([-12, -8, -6, -4, -3, -2, -1, 0, 0, 1, 2, 3, 4, 6, 8, 12], np.int8)  # doubled
-TABLES = {
-    "int4": Table(_INT4_VALUES, _INT4_VALUES.astype(np.int8), 1.0, -8.0),
-    "uint4": Table(_UINT4_VALUES, _UINT4_VALUES.astype(np.int8), 1.0, 15.0, has_minima=True),
-    "nf4": Table(_NF4_VALUES, np.rint(_NF4_VALUES * 127).astype(np.int8), 1 / 127, 0.0),
-    "iq4": Table(IQ4.astype(np.float32), IQ4, 1.0, -127.0),
-    "fp4": Table(FP4.astype(np.float32), FP4, 1.0, -12.0),
+_HALF = 65520.0  # the smallest number that float16, as scales and minima of blocks are, rounds to infinity
+
+
+def _four_bits(values: Any, extreme: float, unit: float = 1.0, has_minima: bool = False) -> Stored:
+    """A table's type. Without `extreme`, a block's largest magnitude becomes 1."""
+    table = Table(np.asarray(values, np.float32), np.rint(np.divide(values, unit)).astype(np.int8), unit)
+    beyond = _HALF if has_minima else abs(extreme or 1) * _HALF
+    how = extreme or 1, not extreme
+    return _Places(np.uint8, 8, (4,), beyond, "block", has_minima, *how, table=table)
+
+
+# int4 is what GGUF calls Q4_0, uint4 Q4_1, q8 Q8_0, iq4 IQ4_NL; fp4's numbers are those of MXFP4. NF4's are
+# quantiles of the normal distribution (Dettmers et al. 2023, arXiv:2305.14314), such that 0 is one of them.
+# int8 is scaled in float32.
+STORED = {
+    "float32": Stored(np.float32, 1, beyond=2.0**128 - 2.0**103),
+    "float64": Stored(np.float64, 1),
+    "bfloat16": _Pairs(np.uint16, 2, (2,), 2.0**128 - 2.0**119),
+    "int8": _Bytes(np.int8, 4, (4,), 2.0**128 - 2.0**103, "row"),
+    "q8": _Bytes(np.int8, 4, (4,), 127 * _HALF, "block", extreme=127),
+    "int4": _four_bits(range(-8, 8), -8),
+    "uint4": _four_bits(range(16), 15, has_minima=True),
+    "nf4": _four_bits([float(x) for x in _NF4.split()], 0, 1 / 127),
+    "iq4": _four_bits(IQ4, -127),
+    "fp4": _four_bits(FP4, -12),
 }
-BLOCKED = ("q8", *TABLES)  # the types in which every block of features has scales
-INTEGERS = ("int8", *BLOCKED)  # the types that multiply inputs in int8
+WEIGHT_DTYPES = tuple(STORED)
+OF_FLOAT32 = tuple(name for name in STORED if name != "float64")
+BLOCKED = tuple(name for name, stored in STORED.items() if stored.scales == "block")
+# The types that multiply inputs in int8.
+INTEGERS = tuple(name for name, stored in STORED.items() if stored.scales and stored.integers)
 
 
 class PackedLinear:
@@ -163,18 +244,19 @@ class PackedLinear:
         k, n = integer("in_features", in_features, 0), integer("out_features", out_features, 0)
         n_maps, width = 1 + flag("gated", gated), columns(dtype)
         count = n_maps * -(-n // width)
-        stored = (count, steps(k, dtype), width, *STORED[dtype].shape)
-        expected: list[tuple[str, Any, Any, Any]] = [("panels", panels, stored, STORED[dtype].dtype)]
-        if dtype in BLOCKED:
+        stored = STORED[dtype]
+        shape = (count, steps(k, dtype), width, *stored.shape)
+        expected: list[tuple[str, Any, Any, Any]] = [("panels", panels, shape, stored.dtype)]
+        if stored.scales == "block":
             n_blocks = -(-k // BLOCK)
             if isinstance(scales, np.ndarray) and scales.shape[1:2] == (2 * n_blocks,):
                 n_blocks *= 2
             expected.append(("scales", scales, (count, n_blocks, width), np.float16))
-            if has_minima(dtype) or (dtype == "q8" and minima is not None):
+            if stored.has_minima or (stored.table is None and minima is not None):
                 expected.append(("minima", minima, (count, n_blocks, width), np.float16))
-        elif dtype == "int8":
+        elif stored.scales:
             expected.append(("scales", scales, (count, width), np.float32))
-        if len(expected) > 1:
+        if dtype in INTEGERS:
             expected.append(("sums", sums, (count, width), np.float32))
         known = [name for name, *_ in expected]
         for name, array in (("scales", scales), ("sums", sums), ("minima", minima)):
@@ -240,28 +322,21 @@ class PackedLinear:
     @np.errstate(all="ignore")
     def _floats(self, panels: Array, scales: Array | None, minima: Array | None) -> Array:
         """(panels, columns, in_features), row by row, of panels (panels, steps, columns[, stored])."""
-        n, n_steps, width, k = *panels.shape[:3], self.in_features
-        word = np.uint64 if self.dtype == "float64" else np.uint32  # what a step holds of a column
-        words: Array = (
-            np.ascontiguousarray(panels).view(word).reshape(n, n_steps, width).swapaxes(1, 2).copy()
-        )
-        values = words.view(STORED[self.dtype].dtype)
-        if self.dtype == "bfloat16":
-            return from_bfloat16_bits(values[..., :k])
+        stored, k = STORED[self.dtype], self.in_features
+        rows = stored.decode(_words(panels))
         if scales is None:
-            return values
-        if self.dtype == "int8":
-            return np.asarray(values[..., :k] * scales[..., None])
-        if self.dtype == "q8":
-            blocks = values.astype(np.float32)
-        else:
-            codes = np.stack((words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F), axis=-1)  # a byte each
-            blocks = np.take(TABLES[self.dtype].pairs, codes.view(np.uint16)).view(np.float32)
-        blocks = blocks.reshape(n, width, scales.shape[1], self.block)
+            return np.ascontiguousarray(rows[..., :k])
+        if stored.scales == "row":
+            return np.asarray(rows[..., :k] * scales[..., None])
+        blocks = rows.reshape(*rows.shape[:2], scales.shape[1], self.block)
         blocks *= scales.astype(np.float32).swapaxes(1, 2)[..., None]
         if minima is not None:
             blocks += minima.astype(np.float32).swapaxes(1, 2)[..., None]
-        return blocks.reshape(n, width, n_steps * STORED[self.dtype].features)[..., :k]
+        return blocks.reshape(rows.shape)[..., :k]
+
+    def codes(self, which: slice) -> Array:
+        """Integers of panels `which`, which multiply int8: (panels, in_features, columns)."""
+        return STORED[self.dtype].codes(_words(self.panels[which]))[..., : self.in_features].swapaxes(1, 2)
 
     def unpack(self) -> Array:
         """The weight, (out_features, in_features), or (2, out_features, in_features): gate and up.
@@ -281,15 +356,17 @@ class PackedLinear:
         return weight if self.gated else weight[0]
 
 
+def _words(panels: Array) -> Array:
+    """Words of panels (panels, steps, columns[, stored]), row by row: (panels, columns, steps)."""
+    word = np.uint64 if panels.dtype == np.float64 else np.uint32  # what a step holds of a column
+    words = np.ascontiguousarray(panels).view(word).reshape(panels.shape[:3])
+    return words.swapaxes(1, 2).copy()
+
+
 def _restored(*fields: Any) -> PackedLinear:
     *sizes, panels, scales, sums, minima = fields
     aligned = copied(panels, aligned_empty(panels.shape, panels.dtype))
     return PackedLinear(*[*sizes, aligned, scales, sums, minima])
-
-
-def has_minima(dtype: str) -> bool:
-    """Tell whether every block of this type has a minimum."""
-    return dtype in TABLES and TABLES[dtype].has_minima
 
 
 def columns(dtype: str) -> int:
@@ -304,37 +381,17 @@ def steps(in_features: int, dtype: str) -> int:
     return -(-in_features // STORED[dtype].features)
 
 
-def two_a_byte(codes: Array) -> Array:
-    """Codes (..., features) as steps hold them, (..., features / 8, 4): the inverse of `features_apart`."""
-    fours = np.ascontiguousarray(codes).view(np.uint32)
-    found: Array = (fours[..., ::2] | fours[..., 1::2] << 4).view(np.uint8)
-    return found.reshape(*codes.shape[:-1], -1, 4)
-
-
 def stored_codes(dtype: str, layout: Layout) -> tuple[int, Array | None]:
     """Return what is added to the integers of a file's blocks, and a table of what they become, or None.
 
     Codes without a minimum, from -8 up, become codes from 0 up where the type has minima.
     """
-    codes = layout.codes
-    if dtype == "q8":
+    codes, table = layout.codes, STORED[dtype].table
+    if table is None:
         return -codes.below, codes.table
     if codes.table is not None:
-        return 0, TABLES[dtype].numbers(codes.table).view(np.int8)
+        return 0, table.numbers(codes.table).view(np.int8)
     return (8 if layout.minimum is None else 0) - codes.below, None
-
-
-def features_apart(panels: Array, dtype: str) -> Array:
-    """Values in panels (..., steps, columns[, stored]), by input feature: (..., features, columns).
-
-    Features that only complete the last step or block are there, too.
-    """
-    if STORED[dtype].shape == ():
-        return panels
-    if dtype in TABLES:
-        panels = np.concatenate((panels & 15, panels >> 4), axis=-1)
-    rows = panels.swapaxes(-1, -2)
-    return rows.reshape(*rows.shape[:-3], rows.shape[-3] * rows.shape[-2], rows.shape[-1])
 
 
 @dataclass(slots=True, eq=False)
@@ -399,13 +456,13 @@ class PackArgs(KernelArgs):
         else:
             self.out = self.over.panels.view()
             self.out.flags.writeable = True  # as their memory is
-        if self.dtype == "int8":
+        if stored.scales == "row":
             self.scales = np.zeros((panels, width), np.float32)
-        elif self.dtype in BLOCKED:
-            self.set_blocks(BLOCK, has_minima(self.dtype))
-        if self.scales is not None:
+        elif stored.scales:
+            self.set_blocks(BLOCK, stored.has_minima)
+        if self.dtype in INTEGERS:
             self.sums = np.zeros((panels, width), np.float32)
-        self.beyond, self.bad = _BEYOND.get(self.dtype, np.inf), np.zeros(len(self.blocks), bool)
+        self.beyond, self.bad = stored.beyond, np.zeros(len(self.blocks), bool)
 
     def set_blocks(self, block: int, minima: bool) -> None:
         """Let `block` input features, 32 or 16, share a scale, and a minimum, too, if `minima`."""
@@ -446,14 +503,6 @@ class PackArgs(KernelArgs):
         return self.over or PackedLinear(*sizes, self.dtype, self.out, self.scales, self.sums, self.minima)
 
 
-# The smallest number that each type rounds to infinity. int8 is scaled in float32; float64 needs no entry.
-_BEYOND = {"float32": 2.0**128 - 2.0**103, "int8": 2.0**128 - 2.0**103, "bfloat16": 2.0**128 - 2.0**119}
-# Scales and minima of blocks are float16.
-_HALF = 65520.0  # the smallest number that float16 rounds to infinity
-_BEYOND |= {"q8": 127 * _HALF, "int4": 8 * _HALF, "uint4": _HALF}
-_BEYOND |= {"nf4": _HALF, "iq4": 127 * _HALF, "fp4": 12 * _HALF}
-
-
 def is_finite(x: Array, stored: str, or_none: bool = False) -> bool:
     """Whether floating `x` is finite once it is `stored`, one of WEIGHT_DTYPES; `or_none` also allows -inf.
 
@@ -462,7 +511,7 @@ def is_finite(x: Array, stored: str, or_none: bool = False) -> bool:
     memory. For 16-bit types this takes a tenth of the time of comparing the numbers.
     """
     signed, unsigned = (np.dtype(f"{kind}{x.itemsize}").newbyteorder(x.dtype.byteorder) for kind in "iu")
-    beyond = _BEYOND.get(stored, np.inf)
+    beyond = STORED[stored].beyond if stored in STORED else np.inf
     with np.errstate(over="ignore"):
         above, below = np.array([beyond, -np.inf if or_none else -beyond]).astype(x.dtype)[:, None]
     most, least = x.view(signed).max(initial=0), x.view(unsigned).max(initial=0)

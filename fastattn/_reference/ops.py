@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.blocks import blocks
-from fastattn._args.packed import TABLES, columns, features_apart
+from fastattn._args.packed import STORED, LinearArgs, PackedLinear, columns
 from fastattn._args.types import Array, RopeArgs, RowsArgs, lane_dtype
 from fastattn._reference.activations import activate
 from fastattn._reference.attention import exp_below
-
-if TYPE_CHECKING:
-    from fastattn._args.packed import LinearArgs, PackedLinear
 
 # `linear` computes blocks of this many rows and panels, 4 MB of float32 results. A block has fewer panels
 # where it would take more multiplications than this, so that Ctrl-C never waits long.
@@ -109,26 +106,25 @@ def quantised_rows(x: Array) -> tuple[Array, Array, Array]:
 
 def _integer_products(x: Array, x_scales: Array, middles: Array, weight: PackedLinear, which: slice) -> Array:
     """Products (panels, m, columns) of integers x with panels of integers."""
-    codes = features_apart(weight.panels[which], weight.dtype)[:, : weight.in_features]
+    codes, stored = weight.codes(which), STORED[weight.dtype]
     assert weight.scales is not None
     assert weight.sums is not None
     weight_sums = weight.sums[which][:, None]
     scales = weight.scales[which].astype(np.float32)
-    if weight.dtype == "int8":  # float64 holds the sums exactly
+    if stored.scales == "row":  # float64 holds the sums exactly
         sums = np.matmul(x.astype(np.float64), codes.astype(np.float64)).astype(np.float32)
         return np.asarray(sums * scales[:, None] * x_scales + weight_sums * middles)
-    table = TABLES.get(weight.dtype)  # q8 has none
     total = np.zeros((len(codes), len(x), codes.shape[-1]), np.float32)
     for block in range(scales.shape[1]):
         part = slice(block * weight.block, (block + 1) * weight.block)
-        integers = codes[:, part] if table is None else table.codes[codes[:, part]]
-        sums = np.matmul(x[:, part], integers.astype(np.float32))
+        sums = np.matmul(x[:, part], codes[:, part].astype(np.float32))
         total += sums * scales[:, block, None]
         if weight.minima is not None:
             total += x[:, part].sum(axis=-1, keepdims=True) * weight.minima[which][:, block, None].astype(
                 np.float32
             )
-    return np.asarray(total * (x_scales * np.float32(table.unit if table else 1)) + weight_sums * middles)
+    unit = np.float32(stored.table.unit if stored.table else 1)
+    return np.asarray(total * (x_scales * unit) + weight_sums * middles)
 
 
 @np.errstate(all="ignore")

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from fastattn._args.packed import (
-    BLOCK,
-    BLOCKED,
-    STORED,
-    TABLES,
-    columns,
-    to_bfloat16_bits,
-    two_a_byte,
-)
+from fastattn._args.packed import BLOCK, STORED, PackArgs, Stored, columns, two_a_byte
 from fastattn._args.types import Array
-
-if TYPE_CHECKING:
-    from fastattn._args.packed import PackArgs
 
 # Blocks of this many numbers stay in the second-level cache. They have at most so many, whole blocks of
 # 32, of each output feature.
@@ -38,21 +27,21 @@ def pack(args: PackArgs) -> None:
     scales: Any = None if args.scales is None else args.scales.reshape(-1, maps, *args.scales.shape[1:])
     minima: Any = None if args.minima is None else args.minima.reshape(-1, maps, *args.minima.shape[1:])
     for i in range(maps):
-        largest = _largest(args, i) if args.dtype == "int8" else None
+        largest = _largest(args, i) if stored.scales == "row" else None
         sums = np.zeros((len(by_map), width))
         for panel, feature, block in _blocks(args, i):
             here, step = slice(panel, panel + len(block)), feature // stored.features
             if largest is not None:
                 scales[here, i] = scale = largest.reshape(-1, width)[here] / np.float32(127)
-                block = _quantised(block, scale).astype(np.int8)
-                sums[here] += block.sum(axis=-1, dtype=float) * scale  # exact
-            elif args.dtype == "bfloat16":
-                block = to_bfloat16_bits(block)
-            elif args.dtype in BLOCKED:
+                block, integers = stored.encode(_scaled(block, scale[..., None]))
+                sums[here] += integers.sum(axis=-1, dtype=float) * scale  # exact
+            elif not stored.scales:
+                block, _ = stored.encode(block)
+            else:
                 part = slice(feature // BLOCK, (feature + block.shape[-1]) // BLOCK)
                 if minima is not None:
                     block, minima[here, i, part] = _above_minima(block)
-                block, scales[here, i, part], products = _coded(block, args.dtype, args.in_features - feature)
+                block, scales[here, i, part], products = _coded(block, stored, args.in_features - feature)
                 if minima is not None:
                     counts = np.clip(args.in_features - feature - BLOCK * np.arange(len(products)), 0, BLOCK)
                     products += counts[:, None, None] * minima[here, i, part].swapaxes(0, 1).astype(float)
@@ -61,7 +50,7 @@ def pack(args: PackArgs) -> None:
             values = block.reshape(len(block), width, -1, *stored.shape).swapaxes(1, 2)
             by_map[here, i, step : step + values.shape[1]] = values
         if args.sums is not None:  # of finite weights, they may be too large for float32
-            unit = TABLES[args.dtype].unit if args.dtype in TABLES else 1.0
+            unit = stored.table.unit if stored.table else 1.0
             most = np.finfo(np.float32).max
             args.sums.reshape(-1, maps, width)[:, i] = (sums * unit).clip(-most, most)
 
@@ -72,7 +61,8 @@ def _blocks(args: PackArgs, map_: int) -> Iterator[tuple[int, int, Array]]:
     Yields the first panel and the first feature of each block with it. The padding completes the last panel,
     and the last features of a step, or of a block. Rows that are not finite are marked.
     """
-    width, unit = columns(args.dtype), BLOCK if args.dtype in BLOCKED else STORED[args.dtype].features
+    width, stored = columns(args.dtype), STORED[args.dtype]
+    unit = BLOCK if stored.scales == "block" else stored.features
     lane = np.float64 if args.dtype == "float64" else np.float32
     depth = min(_BLOCK_FEATURES, max(unit, args.in_features))
     panels = max(1, _BLOCK // (width * depth))
@@ -101,11 +91,9 @@ def _largest(args: PackArgs, map_: int) -> Array:
     return largest
 
 
-def _quantised(block: Array, scales: Array) -> Array:
-    """Divide block (..., features) by scales (...), and round to integers."""
-    # Clip: the scale of a row of denormal numbers is coarse, so that a quotient may exceed 127.
-    quotient = np.rint(block / np.where(scales == 0, 1, scales)[..., None])
-    return np.clip(quotient, -127, 127, out=quotient)
+def _scaled(x: Array, scales: Array) -> Array:
+    """Divide x by scales that broadcast; by 0 it becomes 0."""
+    return np.asarray(np.where(scales == 0, 0, x / np.where(scales == 0, 1, scales)))
 
 
 def _above_minima(block: Array) -> tuple[Array, Array]:
@@ -115,7 +103,7 @@ def _above_minima(block: Array) -> tuple[Array, Array]:
     return (x - minima.astype(np.float32)[..., None]).reshape(block.shape), minima.swapaxes(1, 2)
 
 
-def _coded(block: Array, dtype: str, features: int) -> tuple[Array, Array, Array]:
+def _coded(block: Array, stored: Stored, features: int) -> tuple[Array, Array, Array]:
     """Codes as they are stored, and scales (panels, blocks, width), of a block (panels, width, features).
 
     After them (blocks, panels, width): each block's sum of the integers that multiply int8, scaled. Only the
@@ -123,20 +111,13 @@ def _coded(block: Array, dtype: str, features: int) -> tuple[Array, Array, Array
     """
     x = block.reshape(*block.shape[:2], -1, BLOCK)
     largest = np.take_along_axis(x, np.abs(x).argmax(axis=-1)[..., None], axis=-1)
-    extreme = 127 if dtype == "q8" else TABLES[dtype].extreme
-    most = largest if dtype != "q8" and extreme else np.abs(largest)
-    scales = (most / np.float32(extreme or 1)).astype(np.float16)
+    most = np.abs(largest) if stored.by_magnitude else largest
+    scales = (most / np.float32(stored.extreme)).astype(np.float16)
     divisor = scales.astype(np.float32)
-    if dtype == "q8":
-        codes = integers = _quantised(x, divisor[..., 0]).astype(np.int8)
-    else:
-        scaled = np.where(divisor == 0, 0, x / np.where(divisor == 0, 1, divisor))
-        codes = np.searchsorted(TABLES[dtype].middles[:-1], scaled).astype(np.uint8)
-        integers = TABLES[dtype].codes[codes]
+    codes, integers = stored.encode(_scaled(x, divisor))
     counted = np.arange(block.shape[-1]).reshape(-1, BLOCK) < features
     sums = (integers * counted).sum(axis=-1, dtype=float) * divisor[..., 0]
-    stored = codes.reshape(block.shape) if dtype == "q8" else two_a_byte(codes.reshape(block.shape))
-    return stored, scales[..., 0].swapaxes(1, 2), np.moveaxis(sums, -1, 0)
+    return codes.reshape(*block.shape[:2], -1), scales[..., 0].swapaxes(1, 2), np.moveaxis(sums, -1, 0)
 
 
 def _of_files(args: PackArgs, map_: int) -> tuple[Array, Array, Array]:
@@ -156,7 +137,7 @@ def _of_files(args: PackArgs, map_: int) -> tuple[Array, Array, Array]:
         scales[here] = found.scales.reshape(len(array), -1).repeat(each, axis=1)
         if found.minima is not None:
             minima[here] = found.minima.reshape(len(array), -1).repeat(each, axis=1)
-        elif args.dtype == "uint4":  # -8 .. 7 become 0 .. 15
+        elif args.minima is not None and STORED[args.dtype].table:  # -8 .. 7 become 0 .. 15
             codes[here] += np.int8(8)
             minima[here] = np.float16(-8) * scales[here]
         args.bad[i] |= not (np.isfinite(scales[here]).all() and np.isfinite(minima[here]).all())
@@ -170,7 +151,8 @@ def put_codes(args: PackArgs, map_: int, codes: Array, scales: Array, minima: Ar
     args.block), float16; minima may all be 0.
     """
     width, here = columns(args.dtype), slice(map_, None, args.maps)
-    stored = codes if args.dtype == "q8" else two_a_byte(TABLES[args.dtype].numbers(codes))
+    table = STORED[args.dtype].table
+    stored = codes if table is None else two_a_byte(table.numbers(codes))
     words = np.ascontiguousarray(stored).view(np.uint32).reshape(-1, width, args.out.shape[1])
     args.out.view(np.uint32)[here, ..., 0] = words.swapaxes(1, 2)
     lists: Any = args.scales, args.minima, args.sums

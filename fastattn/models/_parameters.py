@@ -17,7 +17,7 @@ import numpy as np
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_type
 from fastattn._args.ops import integer_activations
-from fastattn._args.packed import BLOCK, BLOCKED, INTEGERS, STORED, PackArgs, PackedLinear
+from fastattn._args.packed import BLOCK, BLOCKED, INTEGERS, OF_FLOAT32, STORED, PackArgs, PackedLinear
 from fastattn._args.types import Array, ArrayLike, Rounding, Shape, lane_dtype
 from fastattn._args.values import as_array, is_float, short
 from fastattn._engine.settings import get_num_threads
@@ -26,7 +26,6 @@ from fastattn.models._files import ModelError, require
 from fastattn.models._tensors import Part, Tensors
 
 DTYPES = ("float32", "float64", "bfloat16")
-WEIGHT_DTYPES = ("float32", "bfloat16", "int8", *BLOCKED)
 OF_FILE = "file"  # of each tensor the type that the file has it in, or the nearest one
 _Model = TypeVar("_Model")
 
@@ -43,7 +42,7 @@ class Precision:
     def of(cls, dtype: Any, weights_dtype: Any, activations: Any, of_file: bool = False) -> Precision:
         """Check the names or types that a caller gives; `of_file`, a file may have types of its own."""
         name = dtype_choice("dtype", dtype, DTYPES)
-        fitting = ("float64",) if name == "float64" else WEIGHT_DTYPES + (OF_FILE,) * of_file
+        fitting = ("float64",) if name == "float64" else OF_FLOAT32 + (OF_FILE,) * of_file
         usual = OF_FILE if OF_FILE in fitting else name
         weights = usual if weights_dtype is None else weights_dtype
         hint = "" if name == "float64" else "; float64 comes with dtype='float64'"

@@ -13,7 +13,7 @@ import numpy as np
 
 from fastattn._args.coded import Layout
 from fastattn._args.pack import native
-from fastattn._args.packed import BLOCKED, PackArgs, PackedLinear, RowBlock, columns, has_minima, is_finite
+from fastattn._args.packed import BLOCKED, STORED, PackArgs, PackedLinear, RowBlock, columns, is_finite
 from fastattn._args.types import Array, Shape
 from fastattn._args.values import short
 from fastattn._engine import dispatch
@@ -188,7 +188,7 @@ class Tensors:
         n, first = args.out_features, parts[0]
         layouts = self._layouts(parts, args.dtype)
         if layouts:
-            minima = has_minima(args.dtype) or any(x.minimum is not None for x in layouts)
+            minima = STORED[args.dtype].has_minima or any(x.minimum is not None for x in layouts)
             args.set_blocks(min(x.shared for x in layouts), minima)
         read = self._blocks if layouts else self._read
         step = n

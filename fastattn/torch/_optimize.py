@@ -14,7 +14,7 @@ import torch
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.ops import integer_activations
-from fastattn._args.packed import STORED
+from fastattn._args.packed import OF_FLOAT32
 from fastattn._args.types import DTypeLike, Rounding
 from fastattn._args.values import flag
 from fastattn.torch._hugging_face import NAME, register
@@ -90,8 +90,7 @@ def optimize(
         raise wrong_type("model", model, "a torch.nn.Module")
     dtype = None
     if weights_dtype is not None:
-        allowed = [name for name in STORED if name != "float64"]
-        dtype = dtype_choice("weights_dtype", weights_dtype, allowed)
+        dtype = dtype_choice("weights_dtype", weights_dtype, OF_FLOAT32)
     if activations is not None:
         integer_activations(activations, dtype or _OWN)
     keeps = flag("keep_freed", keep_freed)

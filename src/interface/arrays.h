@@ -12,7 +12,8 @@ typedef struct {
 /* What plans read; as for a second-level cache of 1 MB, until somebody sets it. */
 extern fa_tuning fa_tuned;
 
-typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8, FA_I4, FA_Q8 } fa_dtype; /* I4, Q8: packed weights only */
+/* Numbers, in NumPy float32 to int8; then what packed weights alone are: weights.inc.h. */
+typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8, FA_I4, FA_Q8 } fa_dtype;
 
 /* A task that may last long asks now and then whether to give up. If so, nobody reads the results of the call. */
 typedef struct {

@@ -44,7 +44,8 @@ typedef struct {
     const void *middles; /* 4 bits: sixteen lanes, the middles of the values of neighbouring codes, the last unused */
     const void *codes;   /* 4 bits: sixteen lanes, the integers that fa_linear_args has */
     double unit;         /* of these integers, as there; of int8 1 */
-    double extreme;      /* 4 bits: what the element of largest magnitude becomes; 0: either sign's largest value, 1 */
+    double extreme;      /* in blocks: what the element of largest magnitude becomes, or its magnitude, ... */
+    int by_magnitude;    /* ... if this is 1 */
     double beyond;
     int64_t n_blocks, k;
     fa_dtype weight;

@@ -93,14 +93,15 @@ static void make_pack(int number)
         }
     a->beyond = a->weight == FA_F64 ? INFINITY : 0x1p127;
     a->unit = 1, a->block = 32;
+    a->by_magnitude = 1, a->extreme = 127;
     if (a->weight == FA_I4) {
         float *codes = (float *)allocate(16 * sizeof *codes);
         FOR(code, 16) codes[code] = (float)(below(255) - 127);
         a->codes = codes, a->unit = 1.0 / 127;
         float *middles = (float *)allocate(16 * sizeof *middles);
         FOR(code, 16) middles[code] = code < 15 ? (float)(code - 7.5 + uniform(0, 0.4)) : INFINITY;
-        a->extreme = below(2) ? -8 : 0;
-        FOR(code, 15) middles[code] /= a->extreme == 0 ? 8 : 1;
+        a->by_magnitude = below(2), a->extreme = a->by_magnitude ? 1 : -8;
+        FOR(code, 15) middles[code] /= a->by_magnitude ? 8 : 1;
         a->middles = middles;
     }
     n_results = 0;

@@ -11,13 +11,12 @@ from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from libc.stdint cimport INT64_MAX, int8_t, int32_t, int64_t, uint8_t, uintptr_t
 from libc.string cimport memcpy, memmove, memset
 
-import math
 import sys
 import threading
 
 import numpy as np
 
-from fastattn._args.packed import BLOCK, STORED, TABLES, steps, stored_codes
+from fastattn._args.packed import BLOCK, BLOCKED, INTEGERS, STORED, steps, stored_codes
 
 cnp.import_array()
 

@@ -5,8 +5,8 @@ cdef dict _ACTIVATIONS = {None: 0}
 while fa_activation_names[len(_ACTIVATIONS)] != NULL:
     _ACTIVATIONS[fa_activation_names[len(_ACTIVATIONS)].decode()] = len(_ACTIVATIONS)
 ACTIVATIONS = tuple(_ACTIVATIONS)[1:]
-cdef dict _WEIGHTS = {"float32": FA_F32, "float64": FA_F64, "bfloat16": FA_BF16, "int8": FA_I8, "q8": FA_Q8,
-                      **dict.fromkeys(TABLES, FA_I4)}
+# The types of weights; codes of a table of sixteen are all FA_I4.
+cdef dict _WEIGHTS = {name: _DTYPES["int4" if stored.table else name] for name, stored in STORED.items()}
 
 
 cdef char *_rows(name, cnp.ndarray array, int64_t m, int64_t n, fa_dtype dtype, int64_t *row) except? NULL:
@@ -33,21 +33,20 @@ cdef int64_t _rows_of_up(up, int64_t m, int64_t n) except -1:
 
 
 cdef int64_t _set_panels(char **panels, void **scales, void **minima, void **sums, cnp.ndarray array, of,
-                         fa_dtype weight, int64_t n, int64_t k, int maps, int block) except -1:
+                         stored, fa_dtype weight, int64_t n, int64_t k, int maps, int block) except -1:
     """Point at packed weights of n output and k input features, `array` and what `of` has; returns their panels."""
-    cdef int64_t width = FA_PANEL_BYTES // (8 if weight == FA_F64 else 4)
+    cdef int64_t word = 8 if weight == FA_F64 else 4, width = FA_PANEL_BYTES // word
     cdef int64_t count = maps * ((n + width - 1) // width), n_scales = count * width
-    stored = STORED[of.dtype]
-    panels[0] = <char *>_data("panels", array, count * width * steps(k, of.dtype) * math.prod(stored.shape),
-                              np.dtype(stored.dtype).num)
-    if weight == FA_I8:
+    kind = np.dtype(stored.dtype)
+    cdef int64_t each = word // <int>kind.itemsize  # numbers that a step holds of an output feature
+    panels[0] = <char *>_data("panels", array, count * width * steps(k, of.dtype) * each, kind.num)
+    if stored.scales == "row":
         scales[0] = _data("scales", of.scales, n_scales, cnp.NPY_FLOAT)
-    elif weight == FA_I4 or weight == FA_Q8:  # whole blocks of BLOCK, each of one or two that share a scale
+    elif stored.scales:  # whole blocks of BLOCK, each of one or two that share a scale
         n_scales *= ((k + BLOCK - 1) // BLOCK) * (BLOCK // block)
         scales[0] = _data("scales", of.scales, n_scales, cnp.NPY_FLOAT16)
         minima[0] = _data("minima", of.minima, n_scales, cnp.NPY_FLOAT16)
-    if weight == FA_I8 or weight == FA_I4 or weight == FA_Q8:
-        sums[0] = _data("sums", of.sums, count * width, cnp.NPY_FLOAT)
+    sums[0] = _data("sums", of.sums, count * width, cnp.NPY_FLOAT)
     return count
 
 
@@ -65,14 +64,15 @@ cdef void _set_linear(fa_linear_args *a, weight, bias, activation, activations, 
     a.unit = 1
     if (a.weight == FA_F64) != (dtype == FA_F64):
         raise ValueError(f"fastattn: a weight in {weight.dtype} meets rows or a bias of another type")
-    if a.x_int8 and not (a.weight == FA_I8 or a.weight == FA_I4 or a.weight == FA_Q8):
+    if a.x_int8 and weight.dtype not in INTEGERS:
         raise ValueError(f"fastattn: int8 activations meet a weight in {weight.dtype}")
-    if a.weight == FA_I4 or a.weight == FA_Q8:
+    stored = STORED[weight.dtype]
+    if stored.scales == "block":
         a.block = weight.block
     _set_panels(<char **>&a.panels, <void **>&a.scales, <void **>&a.minima, <void **>&a.sums, weight.panels, weight,
-                a.weight, a.n, a.k, n_maps, a.block)
-    if a.weight == FA_I4:
-        table = TABLES[weight.dtype]
+                stored, a.weight, a.n, a.k, n_maps, a.block)
+    table = stored.table
+    if table is not None:
         a.table = _data("values", table.values, 16, cnp.NPY_FLOAT)
         a.codes = <const int8_t *>_data("codes", table.codes, 16, cnp.NPY_INT8)
         a.unit = table.unit
@@ -129,7 +129,7 @@ def pack(args):
     cdef fa_pack_args a
     cdef Loop loop
     cdef int64_t i, count
-    blocks = args.blocks
+    blocks, stored, table = args.blocks, STORED[args.dtype], STORED[args.dtype].table
     memory = np.empty(len(blocks) * sizeof(fa_pack_rows), np.uint8)
     cdef fa_pack_rows *rows = <fa_pack_rows *>cnp.PyArray_DATA(memory)
     memset(&a, 0, sizeof(a))
@@ -140,7 +140,7 @@ def pack(args):
         raise ValueError("fastattn: blocks of files meet rows of numbers")
     if a.block not in (16, BLOCK):
         raise ValueError(f"fastattn: blocks of {a.block} features; expected 16 or {BLOCK}")
-    if of_files and a.weight != FA_I4 and a.weight != FA_Q8:
+    if of_files and args.dtype not in BLOCKED:
         raise ValueError(f"fastattn: blocks of files become {args.dtype}; expected 4 bits or q8")
     if a.block != BLOCK and not of_files:
         raise ValueError(f"fastattn: blocks of {a.block} features meet rows of numbers")
@@ -151,15 +151,15 @@ def pack(args):
         rows[i].add = tables[i][0]
         if of_files and (rows[i].layout.shared % a.block or (rows[i].layout.minimum >= 0 and args.minima is None)):
             raise ValueError(f"fastattn: blocks of {rows[i].layout.shared} features meet those of {a.block}")
-    count = _set_panels(&a.panels, &a.scales, &a.minima, &a.sums, args.out, args, a.weight, args.out_features, a.k,
-                        a.maps, a.block)
+    count = _set_panels(&a.panels, &a.scales, &a.minima, &a.sums, args.out, args, stored, a.weight, args.out_features,
+                        a.k, a.maps, a.block)
     if <uintptr_t>a.panels % 64:
         raise _misfit("panels", args.out, "panels that begin at a cache line")
     a.bad = <unsigned char *>_data("bad", args.bad, a.n_blocks, cnp.NPY_BOOL)
-    if a.weight == FA_I4:
-        table = TABLES[args.dtype]
+    a.extreme, a.by_magnitude = stored.extreme, stored.by_magnitude
+    if table is not None:
         middles, codes = table.middles, table.codes.astype(np.float32)  # kept until the end
-        a.middles, a.extreme, a.unit = _data("middles", middles, 16, cnp.NPY_FLOAT), table.extreme, table.unit
+        a.middles, a.unit = _data("middles", middles, 16, cnp.NPY_FLOAT), table.unit
         a.codes = _data("codes", codes, 16, cnp.NPY_FLOAT)
         a.zero = table.numbers(np.zeros(1, np.int8))[0]
     _ready(&loop, _lane(a.weight), &a, &a.watch)

@@ -1,22 +1,20 @@
 # Checks of arrays, and batch tables: a part of _core.pyx, which includes it.
 
-cdef int _bfloat16 = -1  # its type number, which NumPy gives when ml_dtypes is imported
+cdef int _numbers[FA_I8]  # NumPy's of floating types; -1 before the first array of bfloat16, which ml_dtypes adds
+memset(_numbers, 0xff, sizeof(_numbers))
+_numbers[<int>FA_F32], _numbers[<int>FA_F64], _numbers[<int>FA_F16] = cnp.NPY_FLOAT, cnp.NPY_DOUBLE, cnp.NPY_FLOAT16
 
 
 cdef fa_dtype _dtype(cnp.ndarray array) except *:
-    global _bfloat16
-    cdef int type_num = cnp.PyArray_TYPE(array)
-    if type_num == cnp.NPY_FLOAT:
-        return FA_F32
-    if type_num == cnp.NPY_DOUBLE:
-        return FA_F64
-    if type_num == cnp.NPY_FLOAT16:
-        return FA_F16
-    if type_num != _bfloat16:
-        if array.dtype.name != "bfloat16":
-            raise TypeError(f"no kernel reads {array.dtype}")
-        _bfloat16 = type_num
-    return FA_BF16
+    cdef int number = cnp.PyArray_TYPE(array), dtype
+    for dtype in range(<int>FA_I8):
+        if _numbers[dtype] == number:
+            return <fa_dtype>dtype
+    dtype = _DTYPES.get(array.dtype.name, FA_I8)
+    if dtype >= FA_I8:
+        raise TypeError(f"no kernel reads {array.dtype}")
+    _numbers[dtype] = number
+    return <fa_dtype>dtype
 
 
 cdef fa_dtype _lane(fa_dtype dtype) noexcept:
@@ -31,9 +29,7 @@ cdef int _lane_type(fa_dtype dtype) noexcept:
 
 cdef int _type(fa_dtype dtype) noexcept:
     """NumPy's number of a type of rows; of bfloat16 once there was an array of it."""
-    if dtype == FA_BF16:
-        return _bfloat16
-    return cnp.NPY_FLOAT16 if dtype == FA_F16 else _lane_type(dtype)
+    return _numbers[<int>dtype]
 
 
 cdef object _misfit(name, array, expected):
