@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from functools import partial, wraps
 from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -27,9 +28,6 @@ from fastattn.models._files import require
 from fastattn.models._hub import place_of
 from fastattn.models._sampling import Sampling
 from fastattn.models._text import require_whole
-
-if TYPE_CHECKING:
-    import argparse
 
 # Options that are arguments of `load`, and of `encode`; what the others say does not change a vector.
 _LOADED = ("dtype", "weights_dtype", "activations")

@@ -14,16 +14,13 @@ import errno
 import os
 import secrets
 import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from io import FileIO
-
-    from typing_extensions import Self
+from fastattn._args.types import Self
 
 BEGUN = ".begun"  # ends the name of a file that is not whole
 _OWNER = stat.S_IRUSR | stat.S_IWUSR

@@ -5,12 +5,11 @@ The kernel that packs blocks and its NumPy twin follow one description, `Layout`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from fastattn._args.types import Array
+from fastattn._args.types import Array
 
 
 class Parts(NamedTuple):

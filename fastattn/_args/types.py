@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike as ArrayLike
     from numpy.typing import DTypeLike as DTypeLike
     from numpy.typing import NDArray as NDArray
+    from typing_extensions import Self as Self
+    from typing_extensions import TypeIs as TypeIs
     from typing_extensions import Unpack as Unpack
 
     Array = NDArray[Any]
     Bools = NDArray[np.bool_]
     Ints = NDArray[np.int64]
 else:  # names in annotations, which nothing evaluates: importing what they are of takes milliseconds
-    ArrayLike = DTypeLike = NDArray = Unpack = Array = Bools = Ints = Any
+    ArrayLike = DTypeLike = NDArray = Self = TypeIs = Unpack = Array = Bools = Ints = Any
 Shape = tuple[int, ...]
 
 FLOAT32 = np.dtype(np.float32)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastattn._args.blocks import blocks
+from fastattn._args.grad_types import DropoutArgs, LogitsArgs, OuterArgs, RowsGradArgs, ScatterArgs
 from fastattn._args.types import Array, lane_dtype
 from fastattn._reference.activations import activate, slope
 from fastattn._reference.ops import side_by_side
 from fastattn._reference.philox import kept
-
-if TYPE_CHECKING:
-    from fastattn._args.grad_types import DropoutArgs, LogitsArgs, OuterArgs, RowsGradArgs, ScatterArgs
 
 
 @np.errstate(all="ignore")

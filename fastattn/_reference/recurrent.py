@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,8 +32,7 @@ from fastattn._args.blocks import blocks
 from fastattn._args.recurrent_types import RecurrentArgs, RecurrentBackwardArgs
 from fastattn._args.types import Array, lane_dtype
 
-if TYPE_CHECKING:
-    State = tuple[Array, Array]  # S (..., head_dim, head_dim_v) and the sum of the keys (..., head_dim)
+State = tuple[Array, Array]  # S (..., head_dim, head_dim_v) and the sum of the keys (..., head_dim)
 
 _CHUNK = 32
 _GATED_CHUNK = 16

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastattn._args.types import Array
-from fastattn._args.updates import UPDATE_BLOCK
+from fastattn._args.updates import UPDATE_BLOCK, UpdateArgs
 
-if TYPE_CHECKING:
-    from fastattn._args.updates import UpdateArgs
-
-    Block = tuple[Array, Array | None, Array | None, Array | None]
+Block = tuple[Array, Array | None, Array | None, Array | None]
 
 
 @np.errstate(all="ignore")

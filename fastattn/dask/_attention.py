@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import accumulate, product
 from operator import getitem
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import dask.array as da
 import numpy as np
@@ -14,18 +14,15 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
 from fastattn._args.errors import named
+from fastattn._args.options import BlockOptions
 from fastattn._args.types import Array, Shape, Unpack, lane_dtype
 from fastattn._args.values import flag
 from fastattn.dask._arrays import aligned, key, operand
-from fastattn.dask._problem import chunk_sizes, problem
+from fastattn.dask._problem import Problem, chunk_sizes, problem
 from fastattn.functional._attention import attention as attend
 from fastattn.functional._attention import merge_states
 
-if TYPE_CHECKING:
-    from fastattn._args.options import BlockOptions
-    from fastattn.dask._problem import Problem
-
-    State = tuple[Array, Array]
+State = tuple[Array, Array]
 
 _CHILDREN = 4  # states that one task of the tree merges
 

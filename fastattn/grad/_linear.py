@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,14 +12,12 @@ from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.grad import Results, needed
 from fastattn._args.grad_types import OuterArgs, RowsGradArgs, rounds
 from fastattn._args.ops import data, like, rows, vector
+from fastattn._args.options import Backend
 from fastattn._args.packed import PackedLinear
 from fastattn._args.types import ACTIVATIONS, FLOAT64, Activation, Array, ArrayLike, lane_dtype
 from fastattn._args.values import choice
 from fastattn._engine import dispatch
 from fastattn._engine.settings import require_backend, threads
-
-if TYPE_CHECKING:
-    from fastattn._args.options import Backend
 
 TRAINED = ("float32", "float64", "bfloat16")  # types of weights that have gradients
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,14 +12,12 @@ from fastattn._args.errors import named, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.grad import Results, needed
 from fastattn._args.grad_types import LogitsArgs, OuterArgs, rounds
 from fastattn._args.ops import data, rows, vector
+from fastattn._args.options import Backend
 from fastattn._args.packed import PackedLinear
 from fastattn._args.types import FLOAT64, Array, ArrayLike, Ints, lane_dtype
 from fastattn._args.values import as_array, choice, integers, number, real_values, require_broadcast
 from fastattn._engine import dispatch
 from fastattn._engine.settings import require_backend, threads
-
-if TYPE_CHECKING:
-    from fastattn._args.options import Backend
 
 _REDUCTIONS = ("mean", "sum", "none")
 # Logits that are held at a time: 128 MB in float32. Of a vocabulary of 50,000 these are 640 rows, so that

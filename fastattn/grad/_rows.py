@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from fastattn._args.errors import named, wrong_shape
 from fastattn._args.grad import dropout_args, rows_grad_args
 from fastattn._args.grad_types import ConvGradArgs, ScatterArgs
 from fastattn._args.ops import data, rows
+from fastattn._args.options import Backend
 from fastattn._args.recurrent_types import each_sequence
 from fastattn._args.results import result_array
 from fastattn._args.types import Activation, Array, ArrayLike, lane_dtype
@@ -19,9 +20,6 @@ from fastattn._args.values import MOST_SIZE, as_array, float_array, integer, int
 from fastattn._engine import dispatch
 from fastattn._engine.settings import threads
 from fastattn.positions._rotary import rotated
-
-if TYPE_CHECKING:
-    from fastattn._args.options import Backend
 
 
 def layer_norm(

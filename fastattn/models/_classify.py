@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn import ops
 from fastattn._args.errors import named
 from fastattn._args.options import require_options
-from fastattn._args.types import Array, ArrayLike, Ints, lane_dtype
+from fastattn._args.types import Array, ArrayLike, Ints, Unpack, lane_dtype
 from fastattn._args.values import flag, integer, short
 from fastattn.models import _model
 from fastattn.models._chat import ChatTemplate
@@ -20,9 +20,6 @@ from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import ModelError
 from fastattn.models._sentences import ACTIVATIONS, Dense, LayerNorm, Pooling, applied
 from fastattn.models._text import each_checked, string, strings
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Texts = tuple[str, ...]  # one or two, which become one sequence
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.options import SamplingOptions
-from fastattn._args.types import Array, ArrayLike, DTypeLike, Ints, lane_dtype
+from fastattn._args.types import Array, ArrayLike, DTypeLike, Ints, Unpack, lane_dtype
 from fastattn._args.values import as_array, flag, integers
 from fastattn._engine.program import Program
 from fastattn._engine.slots import Slots
@@ -32,9 +32,6 @@ from fastattn.models._sampling import Sampling
 from fastattn.models._scores import Score, scores
 from fastattn.models._session import Session, kept_as
 from fastattn.positions import rope_tables
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class QueryGrowth(NamedTuple):

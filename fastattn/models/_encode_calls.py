@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
 from fastattn._args.errors import named
 from fastattn._args.options import require_options
-from fastattn._args.types import Array, Ints
+from fastattn._args.types import Array, Ints, Unpack
 from fastattn._args.values import flag, integer, short
 from fastattn.models._files import require
 from fastattn.models._sentences import Sentences
 from fastattn.models._text import Text, string, strings
 from fastattn.models._vectors import unit
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 _Model = TypeVar("_Model")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn import ops
 from fastattn._args.errors import named, wrong_shape
-from fastattn._args.types import Array, ArrayLike, Bools, Ints, lane_dtype
+from fastattn._args.types import Array, ArrayLike, Bools, Ints, Self, Unpack, lane_dtype
 from fastattn._args.values import integer
 from fastattn._engine.steps import Sequences
 from fastattn._engine.values import Gradients
@@ -35,9 +35,6 @@ from fastattn.models._parameters import required
 from fastattn.models._sentences import Sentences
 from fastattn.models._text import Text, strings
 from fastattn.models._vectors import similarities
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
 
 Names = tuple[str, ...]
 

@@ -8,13 +8,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.ops import integer_activations
 from fastattn._args.options import NoOptions
 from fastattn._args.packed import INTEGERS, PackedLinear
-from fastattn._args.types import DTypeLike, Rounding
+from fastattn._args.types import DTypeLike, Rounding, Unpack
 from fastattn._args.values import short
 from fastattn._args.words import not_an_argument
 from fastattn.models import _gguf, _gguf_tokenizer
@@ -37,9 +36,6 @@ from fastattn.models._static import static_encoder, static_sparse_encoder
 from fastattn.models._task_heads import with_head
 from fastattn.models._tensors import Tensors
 from fastattn.models._towers import TwoTowers
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Loaded = Encoder | TwoTowers | CrossEncoder | SparseEncoder | MultiVectorEncoder | Decoder
 

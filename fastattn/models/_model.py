@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.attention import dropout_of
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.ops import cotangent, rows
-from fastattn._args.types import Array, ArrayLike, Bools, Ints, Rounding, Shape
+from fastattn._args.types import Array, ArrayLike, Bools, Ints, Rounding, Self, Shape
 from fastattn._args.values import as_array, flag, integers
 from fastattn._engine.program import Program
 from fastattn._engine.recorder import Drops
@@ -22,9 +22,6 @@ from fastattn.grad import Pullback
 from fastattn.models._embeddings import Embeddings
 from fastattn.models._parameters import Origin, Precision, required
 from fastattn.models._text import Text
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Fixed:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.errors import named
-from fastattn._args.types import Array, Bools, Ints, lane_dtype
+from fastattn._args.types import Array, Bools, Ints, Unpack, lane_dtype
 from fastattn._args.values import choice, short
 from fastattn.models._encode_calls import (
     Call,
@@ -25,9 +25,6 @@ from fastattn.models._files import Config, ModelError, tokenizer_config
 from fastattn.models._sentences import Dense, LayerNorm, Normalize, applied
 from fastattn.models._text import Text
 from fastattn.models._vectors import maxsim, unit
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Names = tuple[str, ...]
 

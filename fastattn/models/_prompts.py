@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn._args.errors import wrong_type
-from fastattn._args.types import Ints
+from fastattn._args.types import Ints, TypeIs
 from fastattn._args.values import short
 from fastattn.models._answers import Parts
 from fastattn.models._chat import conversation
 from fastattn.models._model import attended, token_ids
 from fastattn.models._text import Text, string
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.errors import named, wrong_shape, wrong_type
-from fastattn._args.types import Array, Ints, lane_dtype
+from fastattn._args.types import Array, Ints, Unpack, lane_dtype
 from fastattn._args.values import integer
 from fastattn.models._encode_calls import (
     Call,
@@ -26,9 +26,6 @@ from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import require
 from fastattn.models._sentences import Dense, LayerNorm, applied
 from fastattn.models._vectors import similarities
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Head = tuple[Dense, LayerNorm, Dense]
 Names = tuple[str, ...]

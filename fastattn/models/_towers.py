@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn import ops
 from fastattn._args.errors import named, wrong_shape
-from fastattn._args.types import Activation, Array, ArrayLike, Ints, lane_dtype
+from fastattn._args.types import Activation, Array, ArrayLike, Ints, Unpack, lane_dtype
 from fastattn._args.values import real_array
 from fastattn._engine.program import Program
 from fastattn.functional._attention import attention
@@ -24,9 +24,6 @@ from fastattn.models._images import EXPECTED, Images, checked, is_pillow
 from fastattn.models._text import each_checked, string
 from fastattn.models._tokenizers import SIDES
 from fastattn.models._vectors import similarities
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def mapped(x: Array, linear: Projection, activation: Activation | None = None) -> Array:

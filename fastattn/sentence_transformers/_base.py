@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
 
 import numpy as np
 
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.options import require_options
+from fastattn._args.types import Array
 from fastattn._args.values import choice, flag, integer, short
 from fastattn._args.words import not_an_argument
 from fastattn.models import load
@@ -19,12 +22,6 @@ from fastattn.models._files import Config
 from fastattn.models._hub import place_of
 from fastattn.models._modules import first_of
 from fastattn.models._vectors import SIMILARITIES, similarities
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from fastattn._args.types import Array
 
 BACKENDS = ("fastattn", "torch")  # the second is the default of sentence-transformers: here it is this one
 # Keys of `model_kwargs`: arguments of `load`, and others that change no result here.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from fastattn import models
 from fastattn._args.errors import named
+from fastattn._args.types import Array, Unpack
 from fastattn.sentence_transformers._base import (
     Base,
     Options,
@@ -14,14 +17,6 @@ from fastattn.sentence_transformers._base import (
     is_tensor,
     renamed,
 )
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Sequence
-
-    from typing_extensions import Unpack
-
-    from fastattn._args.types import Array
 
 _OLD = {"sentences": "inputs", "activation_fct": "activation_fn"}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastattn import models
 from fastattn._args.errors import named
+from fastattn._args.types import Unpack
 from fastattn._args.values import choice, integer
 from fastattn.models._encode_calls import model_of, one_or_several
 from fastattn.models._vectors import PRECISIONS, quantize_embeddings
@@ -17,12 +19,6 @@ from fastattn.sentence_transformers._base import (
     compared,
     renamed,
 )
-
-if TYPE_CHECKING:
-    import os
-
-    from typing_extensions import Unpack
-
 
 _INSTRUCTOR = tuple(f"hkunlp/instructor-{size}" for size in ("base", "large", "xl"))  # leave out prompts
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from typing import Any
 
 import numpy as np
 
 from fastattn import models
 from fastattn._args.errors import named, wrong_shape
+from fastattn._args.types import Unpack
 from fastattn._args.values import integer
 from fastattn.models import _sparse
 from fastattn.models._encode_calls import model_of, one_or_several
@@ -19,11 +21,6 @@ from fastattn.sentence_transformers._base import (
     renamed,
     torch_of,
 )
-
-if TYPE_CHECKING:
-    import os
-
-    from typing_extensions import Unpack
 
 
 class SparseEncoder(Vectors):

@@ -6,20 +6,17 @@ Arguments are arrays or tensors of torch; similarities of tensors are tensors. `
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.errors import named, wrong_dtype, wrong_shape
+from fastattn._args.types import Array
 from fastattn._args.values import integer, is_float, real_array
 from fastattn.models import nearest, quantize_embeddings
 from fastattn.models._vectors import unit, vectors_of
 from fastattn.sentence_transformers._base import arrays_of, compared, returned
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fastattn._args.types import Array
 
 __all__ = [
     "cos_sim",

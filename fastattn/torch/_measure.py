@@ -9,15 +9,14 @@ import heapq
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fastattn._engine import settings
 from fastattn._engine.settings import Report
 
-if TYPE_CHECKING:
-    Pair = tuple[Callable[[], Any], Callable[[], Any]]  # the same, by torch and by us
+Pair = tuple[Callable[[], Any], Callable[[], Any]]  # the same, by torch and by us
 
 GAIN = 1.05  # from which ours takes the place of torch's
 # Calls take turns until they settle or this time is over; calls longer than the second number have one turn.

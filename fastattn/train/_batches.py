@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.errors import named, wrong_type
+from fastattn._args.types import Array, ArrayLike
 from fastattn._args.values import as_array, flag, generator, integer, short
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from fastattn._args.types import Array
 
 
 class Batches(Iterable[Any]):

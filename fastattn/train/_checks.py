@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_type
 from fastattn._args.results import require_apart
-from fastattn._args.types import FLOAT32, FLOAT64
+from fastattn._args.types import FLOAT32, FLOAT64, Array
 from fastattn._args.values import number, short
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
-    from fastattn._args.types import Array
 
 
 def rate(name: str, x: Any) -> float:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from fastattn import ops
 from fastattn._args.errors import named
-from fastattn._args.types import FLOAT32, lane_dtype
+from fastattn._args.types import FLOAT32, Array, Ints, lane_dtype
 from fastattn._args.values import MOST_SIZE, as_array, flag, generator, integer, number, short
 from fastattn.grad import cross_entropy, vjp
 from fastattn.models import Encoder
 from fastattn.models._model import pad
 from fastattn.models._text import strings
 from fastattn.train._tuning import Tuning, outer, product
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from fastattn._args.types import Array, Ints
 
 
 class EncoderTuning(Tuning):

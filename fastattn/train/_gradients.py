@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.errors import wrong_shape, wrong_type
+from fastattn._args.types import Array
 from fastattn._args.updates import Update, UpdateArgs
 from fastattn._args.values import float_array
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from fastattn._args.types import Array
 
 
 def mapping(name: str, x: Any) -> Mapping[str, Any]:

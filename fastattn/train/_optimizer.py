@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import numpy as np
 
 from fastattn._args.errors import named
-from fastattn._args.types import FLOAT32, FLOAT64
+from fastattn._args.types import FLOAT32, FLOAT64, Array
 from fastattn._args.updates import Update, UpdateArgs
 from fastattn._args.values import choice, flag, integer, number, short
 from fastattn._engine import dispatch
@@ -21,11 +21,6 @@ from fastattn.train._checks import fault_of, fraction, matching, own_options, pl
 from fastattn.train._gradients import clip_factor, gradients, mapping, norm_of, require_known
 from fastattn.train._interrupts import interrupts_wait
 from fastattn.train._tuning import Tuning
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from fastattn._args.types import Array
 
 NONFINITE = ("raise", "skip")
 # Up to here numbers fit every type that weights are stored in, and so do products of two, as of adapters.

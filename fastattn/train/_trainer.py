@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn import _safetensors
 from fastattn._args.errors import named, wrong_type
-from fastattn._args.types import FLOAT64
+from fastattn._args.types import FLOAT64, Array
 from fastattn._args.values import choice, integer, number, short
 from fastattn._engine.settings import warn
 from fastattn.train._batches import END, SOURCES, Source, rng_state, set_rng_state
@@ -25,12 +25,7 @@ from fastattn.train._optimizer import NONFINITE, Optimizer
 from fastattn.train._schedule import Schedule
 from fastattn.train._tuning import KEY, Tuning
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastattn._args.types import Array
-
-    Loss = Callable[[Any], tuple[float, Mapping[str, Array]]]
+Loss = Callable[[Any], tuple[float, Mapping[str, Array]]]
 
 _FORMAT = 2  # of the values in a file
 _VALUES: dict[str, tuple[Any, str]] = {

@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from fastattn import ops
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.grad_types import OuterArgs
-from fastattn._args.types import FLOAT32
+from fastattn._args.types import FLOAT32, Array, Ints
 from fastattn._args.values import as_array, generator, integer, integers, number, several, short
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
@@ -27,9 +27,6 @@ from fastattn.models._model import pad
 from fastattn.models._parameters import TunedModel
 from fastattn.train._checks import matching
 from fastattn.train._interrupts import interrupts_wait
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, Ints
 
 _DOWN, _UP = ".lora_a", ".lora_b"
 KEY = "fastattn.train"  # in the header of a run's file
