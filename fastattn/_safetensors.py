@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_type
+from fastattn._args.errors import needed, wrong_type
 from fastattn._args.types import Array, Shape
 from fastattn._args.values import short
 from fastattn._regular_files import OpenFile, replaced
 
 AnyPath = str | os.PathLike[str]
+_HOW = "pip install safetensors"
 
 # As the format calls types, and NumPy; the last ones with ml_dtypes.
 _TYPES = {
@@ -119,16 +120,12 @@ def opened(file: str, stack: ExitStack) -> TensorFile:
         raise ValueError(f"(): {file} is a folder; expected a safetensors file")
     if not os.path.exists(file):
         raise FileNotFoundError(f"(): {file} is missing; expected a safetensors file{or_read}")
-    try:
-        from safetensors import SafetensorError
-    except ImportError as error:
-        needed = "the safetensors package: pip install safetensors"
-        raise ImportError(f"(): reading {file} needs {needed}") from error
+    library = needed("safetensors", f"(): reading {file} needs the safetensors package", _HOW)
     with suppress(ImportError):  # gives NumPy bfloat16, which files may hold
         import ml_dtypes  # noqa: F401
     try:
         return stack.enter_context(TensorFile(file, lambda message: ValueError(f"(): {message}")))
-    except SafetensorError as error:
+    except library.SafetensorError as error:
         if reader:  # by its name it is another kind
             raise ValueError(f"(): {file} is not a safetensors file; expected one{or_read}") from None
         raise ValueError(f"(): {file} is not a sound safetensors file: {error}") from error
@@ -140,13 +137,9 @@ def write(path: AnyPath, arrays: Mapping[str, Array], values: Any, key: str) -> 
     Whoever reads meanwhile, or after a crash, finds the old file or the new one.
     """
     where = _decoded(path)
-    try:
-        from safetensors.numpy import save_file
-    except ImportError as error:
-        needed = "the safetensors package: pip install safetensors"
-        raise ImportError(f"(): writing {where} needs {needed}") from error
+    library = needed("safetensors.numpy", f"(): writing {where} needs the safetensors package", _HOW)
     with replaced(Path(where), "(): ") as file:
-        save_file(dict(arrays), file, {key: json.dumps(values, allow_nan=False)})
+        library.save_file(dict(arrays), file, {key: json.dumps(values, allow_nan=False)})
 
 
 def read(path: AnyPath, key: str, kind: str, number: int) -> tuple[dict[str, Array], dict[str, Any]]:

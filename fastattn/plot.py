@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.errors import named
+from fastattn._args.errors import named, needed
 from fastattn._args.types import Array, ArrayLike
 from fastattn._args.values import MOST_SIZE, as_array, integer, several, short
 from fastattn.masks import Mask
@@ -226,11 +226,9 @@ def _shares(attend: Array, block: int) -> Array:
 
 def _axes(ax: Any, n: int) -> Array:
     """`ax`, or n new Axes in a grid, as an array (n,)."""
-    try:
-        from matplotlib import pyplot
-    except ImportError as missing:
-        needs = "(): drawing needs matplotlib: pip install matplotlib"
-        raise ImportError(needs) from missing
+    needed("matplotlib", "(): drawing needs matplotlib", "pip install matplotlib")
+    from matplotlib import pyplot
+
     if ax is not None:
         axes = np.ravel(np.asarray(ax, object))
         if len(axes) != n or not all(hasattr(each, "imshow") for each in axes):

@@ -7,18 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from fastattn._args.errors import needed
 from fastattn._args.values import is_float, one_of, short
 
 
 def float_dtype(dtype: Any, or_int8: bool = False) -> np.dtype[Any]:
     """`dtype` as one of the four floating types, in native byte order, or as int8 if that is taken, too."""
     if isinstance(dtype, str) and dtype == "bfloat16":
-        try:
-            import ml_dtypes  # noqa: F401 - registers the name with NumPy
-        except ImportError as missing:
-            raise ImportError(
-                "(): dtype 'bfloat16' needs the ml_dtypes package: pip install ml_dtypes"
-            ) from missing
+        # It registers the name with NumPy.
+        needed("ml_dtypes", "(): dtype 'bfloat16' needs the ml_dtypes package", "pip install ml_dtypes")
     found = _dtype(dtype)
     if found is None or not (is_float(found) or (or_int8 and found == np.int8)):
         expected = f"float32, float64, float16{', bfloat16 or int8' if or_int8 else ' or bfloat16'}"

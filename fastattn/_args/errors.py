@@ -100,6 +100,14 @@ def wrong_type(name: str, x: Any, expected: str) -> TypeError:
     return TypeError(f"(): {name} is of type {type(x).__name__}; expected {expected}")
 
 
+def needed(module: str, needs: str, how: str) -> Any:
+    """Import an optional module; where it is missing, the error says what `needs` it, and `how` to get it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{needs}: {how} ({error})") from error
+
+
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """Give an OSError of `FULL` the name of the file that the block writes; Python's own has none."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_type
+from fastattn._args.errors import needed, wrong_type
 from fastattn._args.values import short
 from fastattn.models import _gguf_tokenizer
 from fastattn.models._files import Config, ModelError, is_gguf, read_bytes, tokenizer_config
@@ -217,10 +217,7 @@ def _plain(x: Any) -> Any:
 def _require_jinja() -> None:
     wanted = ".".join(map(str, _SAFE))
     how = f"pip install 'jinja2>={wanted}', or fastattn with the extra 'rerank'"
-    try:
-        import jinja2  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"chat templates need Jinja: {how} ({error})") from error
+    needed("jinja2", "chat templates need Jinja", how)
     there = version("jinja2")
     if tuple(int(part) for part in there.split(".")[:3] if part.isdecimal()) < _SAFE:
         raise ImportError(f"chat templates need a newer Jinja than {there}: {how}")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_type
+from fastattn._args.errors import needed, wrong_type
 from fastattn._args.types import Bools
 from fastattn.models._text import Text
 
@@ -64,8 +63,5 @@ def _tokenizer(tokenizer: Any, vocab_size: int, ends: tuple[int, ...]) -> Any:
 
 
 def _library(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        how = "pip install llguidance, or fastattn with the extra 'grammar'"
-        raise ImportError(f"(): grammar needs llguidance: {how} ({error})") from error
+    how = "pip install llguidance, or fastattn with the extra 'grammar'"
+    return needed(name, "(): grammar needs llguidance", how)

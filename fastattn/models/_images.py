@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.errors import needed, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.types import Array, Shape
 from fastattn._args.values import as_array, is_float
 from fastattn.models._files import Config, ModelError
@@ -106,7 +106,9 @@ class Images:
             if max(math.prod(wanted), *between) > _MOST_PIXELS:
                 came = f"an image of {height} by {width} is resized to {wanted[0]} by {wanted[1]}"
                 raise ValueError(f"encode(): {came} by {self.path}; expected {_FITTING}")
-            whole = _pillow().fromarray(np.ascontiguousarray(image))
+            how = "pip install pillow, or fastattn with the extra 'images'"
+            library = needed("PIL.Image", "images of another size than the model's need Pillow", how)
+            whole = library.fromarray(np.ascontiguousarray(image))
             image = np.asarray(whole.resize(wanted[::-1], self.resample))
         out[to_rows, to_columns] = image[rows, columns]
         return out
@@ -146,15 +148,6 @@ def _require_fitting(name: str, size: Shape) -> None:
         raise ValueError(f"(): {name} has an image without pixels; expected at least one")
     if max(size) > _MOST_SIDE or math.prod(size) > _MOST_PIXELS:
         raise ValueError(f"(): {name} has an image of {size[0]} by {size[1]}; expected {_FITTING}")
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        how = "pip install pillow, or fastattn with the extra 'images'"
-        raise ImportError(f"images of another size than the model's need Pillow: {how} ({error})") from error
-    return Image
 
 
 def _middle(wanted: int, there: int) -> tuple[slice, slice]:

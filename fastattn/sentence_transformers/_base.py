@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from fastattn._args.errors import named, wrong_type
+from fastattn._args.errors import named, needed, wrong_type
 from fastattn._args.options import require_options
 from fastattn._args.types import Array
 from fastattn._args.values import choice, flag, integer, short
@@ -274,11 +274,7 @@ def _dtype(given: Any, place: Path) -> str:
 
 def torch_of(reason: str) -> Any:
     """The module torch, where a tensor is asked for."""
-    try:
-        import torch
-    except ImportError as error:
-        raise ImportError(f"(): {reason} needs torch: pip install torch ({error})") from error
-    return torch
+    return needed("torch", f"(): {reason} needs torch", "pip install torch")
 
 
 def is_tensor(x: Any) -> bool:
