@@ -159,12 +159,6 @@ class GgufFile(OpenFile):
         tensor = self._tensors[name]
         self._tensors[name] = tensor._replace(shape=(1, *tensor.shape))
 
-    def get_tensor(self, name: str) -> Array:
-        """A whole tensor."""
-        array = self.empty(name, self.shape(name))
-        self.fill(array, name, 0)
-        return array
-
     def rows(self, name: str, begin: int, end: int) -> Array:
         """Some rows of a tensor that follow one another."""
         head = self.interleaved.get(name, 1)  # whole heads are read: their rows are put in order together

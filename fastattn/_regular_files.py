@@ -11,6 +11,7 @@ What the package safetensors 0.8 does not do, and other formats have no library 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import secrets
 import stat
@@ -20,7 +21,7 @@ from io import FileIO
 from pathlib import Path
 from threading import Lock
 
-from fastattn._args.types import Self
+from fastattn._args.types import Array, Self, Shape
 
 BEGUN = ".begun"  # ends the name of a file that is not whole
 _OWNER = stat.S_IRUSR | stat.S_IWUSR
@@ -52,7 +53,27 @@ def regular(path: str | os.PathLike[str]) -> FileIO:
     return file
 
 
-class OpenFile:
+class Tensors:
+    """Tensors by name, of which `fill` reads a part into an array that `empty` makes."""
+
+    shape: Callable[[str], Shape]
+    empty: Callable[[str, Shape], Array]
+    fill: Callable[[Array, str, int], None]
+
+    def get_tensor(self, name: str) -> Array:
+        """A whole tensor."""
+        array = self.empty(name, self.shape(name))
+        self.fill(array, name, 0)
+        return array
+
+    def rows(self, name: str, begin: int, end: int) -> Array:
+        """Some rows of a tensor that follow one another."""
+        array = self.empty(name, (end - begin, *self.shape(name)[1:]))
+        self.fill(array, name, begin * math.prod(array.shape[1:]))
+        return array
+
+
+class OpenFile(Tensors):
     """A file whose bytes several threads may read.
 
     `error` makes an exception of a message, for a file that does not have what its header says.

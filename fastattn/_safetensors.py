@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -66,12 +65,6 @@ class TensorFile(OpenFile):
         """Elements of a tensor that are read together."""
         return 1
 
-    def get_tensor(self, name: str) -> Array:
-        """A whole tensor."""
-        array = self.empty(name, self.shape(name))
-        self.fill(array, name, 0)
-        return array
-
     def split(self, name: str, count: int | None = None) -> list[str]:
         """Make tensors, `NAME.0` and so on, of the rows of the tensor `NAME`, and return their names.
 
@@ -90,12 +83,6 @@ class TensorFile(OpenFile):
         at = self.names.index(name)
         self.names[at : at + 1] = parts
         return parts
-
-    def rows(self, name: str, begin: int, end: int) -> Array:
-        """Some rows of a tensor that follow one another."""
-        array = self.empty(name, (end - begin, *self.shape(name)[1:]))
-        self.fill(array, name, begin * math.prod(array.shape[1:]))
-        return array
 
     def fill(self, array: Array, name: str, begin: int) -> None:
         """Read a contiguous `array` from a tensor, from its element `begin` on."""

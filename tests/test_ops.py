@@ -10,11 +10,11 @@ from implementations import each_isa, forced
 from precisions import BF16, EPS, each_dtype, lane
 
 from fastattn import ops
-from fastattn._args.packed import BLOCKED, WEIGHT_DTYPES
+from fastattn._args.packed import INTEGERS, WEIGHT_DTYPES
 from fastattn._args.types import ACTIVATIONS as NAMES
 
 # Types of weights, those of integers also with rows rounded to int8.
-WEIGHTS = [*((dtype, None) for dtype in WEIGHT_DTYPES), *((dtype, "int8") for dtype in ("int8", *BLOCKED))]
+WEIGHTS = [*((dtype, None) for dtype in WEIGHT_DTYPES), *((dtype, "int8") for dtype in INTEGERS)]
 each_weight = pytest.mark.parametrize(("weight_dtype", "activations"), WEIGHTS)
 # Sizes around the kernels' rows (6, 12, 96), panels (16, 32) and depth (256).
 SHAPES = [
@@ -286,7 +286,7 @@ def test_threads_keep_their_rows_apart(implementation, n):
 def test_bits_depend_on_the_row_alone(implementation, weight_dtype, activations):
     rng = np.random.default_rng(4)
     dtype = np.float64 if weight_dtype == "float64" else np.float32
-    k = 4203 if weight_dtype in ("int8", *BLOCKED) else 2105  # several blocks and runs
+    k = 4203 if weight_dtype in INTEGERS else 2105  # several blocks and runs
     x, packed = normal(rng, 150, k, dtype=dtype), ops.pack(normal(rng, 70, k), dtype=weight_dtype)
     options = {"activations": activations}
     whole = ops.linear(x, packed, num_threads=1, **options)

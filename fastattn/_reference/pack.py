@@ -93,7 +93,7 @@ def _largest(args: PackArgs, map_: int) -> Array:
 
 def _scaled(x: Array, scales: Array) -> Array:
     """Divide x by scales that broadcast; by 0 it becomes 0."""
-    return np.asarray(np.where(scales == 0, 0, x / np.where(scales == 0, 1, scales)))
+    return np.asarray(x / np.where(scales == 0, np.float32(np.inf), scales))
 
 
 def _above_minima(block: Array) -> tuple[Array, Array]:

@@ -205,11 +205,6 @@ class CrossEncoder(EncoderWithHead):
                 raise ModelError(f"{came}; expected one of the model's {kinds}, which begin with 0")
             yield self._pooled(*self.encoder.hidden([each[:, 0] for each in rows], types))
 
-    def _scores(self, pairs: Iterable[Texts], options: TextOptions) -> Iterator[Array]:
-        """Yield the scores of `predict`, (n, num_labels) each; pairs are read as they are needed."""
-        call = Call.of(options, TextOptions, self.encoder.sentences)
-        return (self._activated(logits, None) for logits in self._chunks(call, pairs))
-
     def _activated(self, logits: Array, activation_fn: Callable[[Array], ArrayLike] | None) -> Array:
         if activation_fn is not None:
             scores = np.asarray(activation_fn(logits))

@@ -12,6 +12,7 @@ import numpy as np
 
 from fastattn._args.types import Array, Shape
 from fastattn._formats import FORMATS
+from fastattn._regular_files import Tensors
 from fastattn._safetensors import TensorFile
 
 _OF_EXPERTS = re.compile(
@@ -63,7 +64,7 @@ def _fit(file: TensorFile, blocks: str, other: TensorFile, scales: str) -> bool:
     return are_bytes and fits and shape[:3] == other.shape(scales)
 
 
-class Mxfp4Expert:
+class Mxfp4Expert(Tensors):
     """One expert's weight, read as tensors of a `GgufFile` are."""
 
     def __init__(self, file: TensorFile, blocks: str, other: TensorFile, scales: str):
@@ -85,16 +86,6 @@ class Mxfp4Expert:
     def unit(self, name: str) -> int:
         """Elements that are read together."""
         return _FORMAT.features
-
-    def get_tensor(self, name: str) -> Array:
-        """The whole weight."""
-        return self.rows(name, 0, self.shape(name)[0])
-
-    def rows(self, name: str, begin: int, end: int) -> Array:
-        """Some rows that follow one another."""
-        array = self.empty(name, (end - begin, self.shape(name)[1]))
-        self.fill(array, name, begin * array.shape[1])
-        return array
 
     def blocks(self, name: str, begin: int, end: int) -> Array:
         """Some rows, as a GGUF file has them: (rows, bytes)."""
