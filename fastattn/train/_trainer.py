@@ -52,11 +52,6 @@ class Step(NamedTuple):
         """True if the step was skipped: loss, gradients or new weights were not finite."""
         return not math.isfinite(self.grad_norm)
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second."""
-        return self.tokens / max(self.seconds, 1e-9)
-
 
 class Trainer:
     """Training loop: batches, gradient accumulation, clipping, steps, schedule, and resumable runs.
