@@ -15,25 +15,17 @@
 
 /* WITH_NARROW(weight, name, call): the call, in which `name` is the type as a literal. WITH_INTEGERS: of those in blocks
  * that multiply int8. */
-#define WEIGHT_CASE(weight, name, ...)                                                                                 \
-    case weight: WITH_LITERAL(name, weight, __VA_ARGS__) break;
 #define WITH_NARROW(weight, name, ...)                                                                                 \
     do {                                                                                                               \
-        switch (weight) {                                                                                              \
-            WEIGHT_CASE(FA_BF16, name, __VA_ARGS__)                                                                    \
-            WEIGHT_CASE(FA_I8, name, __VA_ARGS__)                                                                      \
-            WEIGHT_CASE(FA_Q8, name, __VA_ARGS__)                                                                      \
-            WEIGHT_CASE(FA_I4, name, __VA_ARGS__)                                                                      \
-        default:;                                                                                                      \
-        }                                                                                                              \
+        if ((weight) == FA_BF16) WITH_LITERAL(name, FA_BF16, __VA_ARGS__)                                              \
+        else if ((weight) == FA_I8) WITH_LITERAL(name, FA_I8, __VA_ARGS__)                                             \
+        else if ((weight) == FA_Q8) WITH_LITERAL(name, FA_Q8, __VA_ARGS__)                                             \
+        else if ((weight) == FA_I4) WITH_LITERAL(name, FA_I4, __VA_ARGS__)                                             \
     } while (0)
 #define WITH_INTEGERS(weight, name, ...)                                                                               \
     do {                                                                                                               \
-        switch (weight) {                                                                                              \
-            WEIGHT_CASE(FA_Q8, name, __VA_ARGS__)                                                                      \
-            WEIGHT_CASE(FA_I4, name, __VA_ARGS__)                                                                      \
-        default:;                                                                                                      \
-        }                                                                                                              \
+        if ((weight) == FA_Q8) WITH_LITERAL(name, FA_Q8, __VA_ARGS__)                                                  \
+        else if ((weight) == FA_I4) WITH_LITERAL(name, FA_I4, __VA_ARGS__)                                             \
     } while (0)
 
 /* Input features of a panel's step. */
