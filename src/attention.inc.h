@@ -330,12 +330,10 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int bf
     row_block *rows = &tile->rows;
     ranges_begin(a, rows, key_begin, key_end);
     load_queries(a, rows, bf16, mods->q_factor, tile->qt);
-    memset(tile->lanes.slope, 0, BLOCK_Q * sizeof(lane));
-    const int by_row = a->mods.bias.data || mods->alibi;
+    begin_row_lanes(a, rows, &tile->lanes);
     EACH_ROW(rows, r, id) {
-        if (!by_row) break;
-        if (a->mods.bias.data) tile->bias[r] = at_row(&a->mods.bias, rows, id);
-        if (mods->alibi) tile->lanes.slope[r] = *(const lane_u *)at(&a->mods.alibi_slopes, rows->b, id.head, 0, 0);
+        if (!a->mods.bias.data) break;
+        tile->bias[r] = at_row(&a->mods.bias, rows, id);
     }
     for (int64_t r = rows->n; a->mods.bias.data && r < BLOCK_Q; r++)
         tile->bias[r] = tile->bias[rows->n - 1]; /* a lane without a row hides what the last row hides */

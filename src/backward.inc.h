@@ -219,7 +219,7 @@ INLINE void block_gradients(const fa_backward_args *call, const fa_backward_plan
             for (int64_t sub = 0; met == BACK_FOLD && sub < subs; sub++) fold_keys(a, scratch->keys + sub);
             met %= BACK_FOLD;
         }
-        if (shared->sums && has_head_sums(call))
+        if (shared->sums && has_head_sums(&call->dmods))
             memcpy(shared->sums + N_HEAD_SUMS * (block * plan->n_heads * group + head), tile->sums, sizeof tile->sums);
         const int64_t mine = (block * plan->n_heads + kv) * group + g;
         if (call->dbias_diagonals.data && !fold_diagonals(call, shared, head, j0, j1, mine, tile)) return;
@@ -288,11 +288,8 @@ static void backward_end(const fa_backward_args *call, const fa_backward_plan *p
     const int64_t b = a->first + task / a->heads_q, h = task % a->heads_q, heads = a->batch * a->heads_q;
     back_shared shared;
     cut_back_shared(&(arena){.memory = memory}, call, &shared);
-    for (int64_t block = 0; block < plan->n_blocks; block++) {
-        const double *sums = shared.sums + N_HEAD_SUMS * (block * heads + task);
-        for (int i = 0; i < N_HEAD_SUMS; i++)
-            if (head_sum(call, i)->data) *(double *)at(head_sum(call, i), b, h, 0, 0) += sums[i];
-    }
+    for (int64_t block = 0; block < plan->n_blocks; block++)
+        add_head_sums(&call->dmods, b, h, shared.sums + N_HEAD_SUMS * (block * heads + task));
     for (int64_t i = 0; i < a->len_q && call->dq.data && call->dq.dtype != LANE_DTYPE; i++)
         store_row(call->dq.dtype, shared.dq + (task * a->len_q + i) * a->head_dim, a->head_dim, 1,
                   at(&call->dq, b, h, i, 0));

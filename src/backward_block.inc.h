@@ -53,7 +53,7 @@ static int64_t cut_back_shared(arena *from, const fa_backward_args *call, back_s
     CUT(from, shared->norm, few_queries(a) ? heads * a->len_q : 0);
     CUT(from, shared->row_sums, few_queries(a) ? blocks * heads * a->len_q : 0);
     CUT(from, shared->dq, apart ? heads * a->len_q * a->head_dim : 0);
-    CUT(from, shared->sums, has_head_sums(call) ? N_HEAD_SUMS * heads * blocks : 0);
+    CUT(from, shared->sums, has_head_sums(&call->dmods) ? N_HEAD_SUMS * heads * blocks : 0);
     CUT(from, shared->bias_turns, call->bias_shared ? blocks * query_blocks(a) : 0);
     CUT(from, shared->folded, 1);
     return from->used;

@@ -178,9 +178,9 @@ INLINE block_kind load_run(const fa_attention_args *a, int bf16, const back_rows
 INLINE void modify_scores(const fa_attention_args *a, const modifiers *mods, const row_block *rows, key_run run,
                           block_kind kind, const back_tile *tile)
 {
-    const modifiers later = behind_cap(mods);
+    const modifiers later = behind_slopes(mods);
     const score_tile scores = {rows, NULL, run.j0, run.n, kind & ~BLOCK_EDGE, tile->s, tile->add};
-    if (HAS_SLOPES(*mods)) cap_rows(mods, rows->n, run.n, tile);
+    if (HAS_SLOPES(*mods)) slope_rows(mods, rows->n, run.n, tile);
     modify_rows(a, &later, &scores);
 }
 
@@ -236,7 +236,7 @@ INLINE int tile_gradients(const fa_backward_args *call, const modifiers *mods, i
         if (queries->norm) normalise_group(queries, group, tile);
         clear_tail(group, n, tile);
         if (a->dropout > 0) drop_group(group, tile, tile->s);
-        if (call->dbias.data || call->dbias_diagonals.data || has_head_sums(call))
+        if (call->dbias.data || call->dbias_diagonals.data || has_head_sums(&call->dmods))
             add_modifiers(call, queries, group, run.j0 + group->first, n, tile);
         if (HAS_SLOPES(*mods)) scale_by_slope(group, n, tile);
         add_key_gradients(call, bf16, queries, group, keys, skip, tile);

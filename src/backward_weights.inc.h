@@ -7,7 +7,7 @@
  *
  * Literals  bf16; hidden: whether some row does not attend some key; sigmoid.
  * Exports   BACK_Q, BACK_NV, BACK_KEYS, BACK_GROUPS; back_keys, back_rows, back_tile, cut_back_tile; column_group,
- *           column_groups; cap_rows, load_keep, drop_group, weigh_group, normalise_group, add_sums, clear_tail,
+ *           column_groups; slope_rows, load_keep, drop_group, weigh_group, normalise_group, add_sums, clear_tail,
  *           scale_by_slope, add_modifiers. */
 #pragma once
 #include "interface/backward.h"
@@ -43,26 +43,11 @@ typedef struct {
     bad_rows bad;                                     /* rows of dO that are not finite */
 } back_rows;
 
-/* Gradients that are a sum over all rows of a head: of scores, and of what they are before biases. */
-enum { BY_SLOPE, BY_CAP, N_HEAD_SUMS };
-
-INLINE const fa_array *head_sum(const fa_backward_args *call, int i)
-{
-    return i == BY_SLOPE ? &call->dalibi_slopes : &call->dsoftcap;
-}
-
-INLINE int has_head_sums(const fa_backward_args *call)
-{
-    int some = 0;
-    for (int i = 0; i < N_HEAD_SUMS; i++) some = some || head_sum(call, i)->data;
-    return some;
-}
-
 /* What a thread works on. */
 typedef struct {
     lane *s, *ds, *add;       /* (BACK_Q, BLOCK_K): scores, then P; dO V^T, then dS; what is added to scores */
     lane *keep;               /* the same, with dropout: what P is multiplied by, 0 or 1 / (1 - dropout) */
-    lane *slope, *of_cap;     /* the same, with slopes: derivatives by the score and by the cap */
+    lane *slope, *by_own;     /* the same, with slopes: derivatives of v_slopes */
     lane *pairs;              /* (BACK_Q / 2, BLOCK_K): pairs of rows, with bf16; or (BACK_Q, BLOCK_K / 2): of keys */
     lane *dq;                 /* (BACK_Q, width), whole vectors */
     int64_t width;            /* head_dim, filled up to whole vectors */
@@ -74,7 +59,7 @@ static void cut_back_tile(arena *from, const fa_backward_args *call, back_tile *
 {
     const fa_attention_args *a = &call->attention;
     tile->width = round_up(a->head_dim, LANES);
-    CUT_LANES(from, BACK_Q * BLOCK_K, &tile->s, &tile->ds, &tile->add, &tile->slope, &tile->of_cap, &tile->pairs);
+    CUT_LANES(from, BACK_Q * BLOCK_K, &tile->s, &tile->ds, &tile->add, &tile->slope, &tile->by_own, &tile->pairs);
     CUT_LANES(from, a->dropout > 0 ? BACK_Q * BLOCK_K : 0, &tile->keep);
     CUT_LANES(from, BACK_Q * tile->width, &tile->dq);
     CUT_LANES(from, call->dbias_diagonals.data ? a->len_q + a->len_k : 0, &tile->diagonals);
@@ -109,15 +94,15 @@ static int64_t column_groups(const row_block *rows, key_run run, block_kind kind
     return n;
 }
 
-/* The cap alone, of all scores: the other modifiers come after it. */
-static void cap_rows(const modifiers *mods, int64_t n_rows, int64_t n, const back_tile *tile)
+/* What has slopes, of all scores: the other modifiers come after it. */
+static void slope_rows(const modifiers *mods, int64_t n_rows, int64_t n, const back_tile *tile)
 {
     for (int64_t r = 0; r < n_rows; r++)
         for (int64_t j = r * BLOCK_K; j < r * BLOCK_K + n; j += LANES) {
-            const capped_score capped = v_softcap_slopes(mods, v_load(tile->s + j));
-            v_store(tile->s + j, capped.value);
-            v_store(tile->slope + j, capped.by_score);
-            v_store(tile->of_cap + j, capped.by_cap);
+            const sloped_score sloped = v_slopes(mods, v_load(tile->s + j));
+            v_store(tile->s + j, sloped.value);
+            v_store(tile->slope + j, sloped.by_score);
+            v_store(tile->by_own + j, sloped.by_own);
         }
 }
 
@@ -238,7 +223,7 @@ INLINE void clear_tail(const column_group *group, int64_t n, const back_tile *ti
     }
 }
 
-/* dS of the scores before the cap. Where it is 0, as it is where a score is hidden, 0 times anything is 0. */
+/* dS of the scores before what has slopes. Where it is 0, as it is where a score is hidden, 0 times anything is 0. */
 INLINE void scale_by_slope(const column_group *group, int64_t n, const back_tile *tile)
 {
     for (int64_t r = group->row0; r < group->row1; r++) {
@@ -257,19 +242,20 @@ static void add_modifiers(const fa_backward_args *call, const back_rows *queries
 {
     const fa_attention_args *a = &call->attention;
     const row_block *rows = &queries->rows;
-    v_t by_slope = v_splat(0), by_cap = v_splat(0), key;
+    const fa_modifier_gradients *dmods = &call->dmods;
+    v_t sums[N_HEAD_SUMS], key;
+    for (int i = 0; i < N_HEAD_SUMS; i++) sums[i] = v_splat(0);
     for (int i = 0; i < LANES; i++) key[i] = i;
     for (int64_t r = group->row0; r < group->row1; r++) {
-        const lane *ds = tile->ds + r * BLOCK_K + group->first, *of_cap = tile->of_cap + r * BLOCK_K + group->first;
+        const lane *ds = tile->ds + r * BLOCK_K + group->first, *by_own = tile->by_own + r * BLOCK_K + group->first;
         const int64_t i = rows->row0 + r, diagonal = j0 - i + a->len_q - 1, col = call->dbias.col;
         char *bias = call->dbias.data ? at(&call->dbias, rows->b, rows->h_kv, i, j0) : NULL;
         lane distance = 0;
-        if (call->dalibi_slopes.data) distance = (lane)(load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) + i - j0);
+        if (wants_distances(dmods)) distance = (lane)(load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) + i - j0);
         for (int64_t j = 0; j < n; j += LANES) {
             const v_t x = v_load_part(ds + j, n - j); /* behind the last key may be anything */
             const v_t far = v_abs(v_splat(distance - (lane)j) - key);
-            if (call->dalibi_slopes.data) by_slope = v_fma(-far, x, by_slope);
-            if (call->dsoftcap.data) by_cap += v_select(x == 0, x, x * v_load(of_cap + j));
+            v_head_sums(dmods, x, far, by_own + j, sums);
             if (call->dbias_diagonals.data) {
                 lane *to = tile->diagonals + diagonal + j;
                 v_store_part(to, v_load_part(to, n - j) + x, n - j);
@@ -281,5 +267,5 @@ static void add_modifiers(const fa_backward_args *call, const back_rows *queries
         }
         for (int64_t j = 0; bias && col != sizeof(lane) && j < n; j++) *(lane_u *)(bias + j * col) += ds[j];
     }
-    tile->sums[BY_SLOPE] += (double)v_sum(by_slope), tile->sums[BY_CAP] += (double)v_sum(by_cap);
+    for (int i = 0; i < N_HEAD_SUMS; i++) tile->sums[i] += (double)v_sum(sums[i]);
 }

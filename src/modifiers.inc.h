@@ -1,12 +1,13 @@
-/* What is done to scores before softmax. A modifier has constants in `modifiers`, which modifiers_of and same_modifiers
- * must know, and a formula in v_modify. If it has other values for other rows, `row_lanes` and modify_rows hold them.
- * docs/dev/architecture.md says how to add one.
+/* What is done to scores before softmax, and what gradients need of it. A modifier has constants in `modifiers`, which
+ * modifiers_of and same_modifiers must know, and a formula in v_modify. If it has other values for other rows, `row_lanes`
+ * and modify_rows hold them. Its own gradient is one of `head_sum`s. docs/dev/architecture.md says how to add one.
  *
  *     scale (a factor of q, or of the product) -> softcap -> bias -> ALiBi -> masks
  *
- * Exports   modifiers, modifiers_of, score_tile, row_lanes; capped_score, v_softcap_slopes; modify_tile, mark_attending,
+ * Exports   modifiers, modifiers_of, score_tile; row_lanes, cut_row_lanes, begin_row_lanes; modify_tile, mark_attending,
  *           mark_rows (queries on the lanes, for tile kernels); modify_rows, row_attends (keys on the lanes, for the
- *           few-row kernel). */
+ *           few-row kernel). HAS_SLOPES, sloped_score, v_slopes, behind_slopes; N_HEAD_SUMS, head_sum, has_head_sums,
+ *           add_head_sums; wants_distances, v_head_sums, row_head_sums, add_slope_sum. */
 #pragma once
 #include "masks.inc.h"
 #include "softmax.inc.h"
@@ -26,8 +27,11 @@ INLINE int only_scales(const fa_modifiers *mods)
     return !HAS_SLOPES(*mods) && !mods->bias.data && !mods->alibi_slopes.data;
 }
 
-/* What follows the cap. */
-INLINE modifiers behind_cap(const modifiers *mods)
+/* Whether scores depend on distances. */
+#define HAS_DISTANCES(mods) ((mods).alibi)
+
+/* What follows v_slopes. */
+INLINE modifiers behind_slopes(const modifiers *mods)
 {
     modifiers later = *mods;
     if (HAS_SLOPES(*mods)) later.s_factor = 1;
@@ -60,6 +64,18 @@ typedef struct {
     lane *slope;                  /* ALiBi's, 0 without */
     lane *position, *begin, *end; /* of the query, and its range, relative to j0, where they are small and exact */
 } row_lanes;
+
+static void cut_row_lanes(arena *from, row_lanes *lanes)
+{
+    CUT_LANES(from, BLOCK_Q, &lanes->slope, &lanes->position, &lanes->begin, &lanes->end);
+}
+
+INLINE void begin_row_lanes(const fa_attention_args *a, const row_block *rows, row_lanes *lanes)
+{
+    memset(lanes->slope, 0, BLOCK_Q * sizeof(lane));
+    if (!a->mods.alibi_slopes.data) return;
+    EACH_ROW(rows, r, id) lanes->slope[r] = *(const lane_u *)at(&a->mods.alibi_slopes, rows->b, id.head, 0, 0);
+}
 
 /* Scores of keys [j0, j0 + n), before and after modifiers: s and, with BLOCK_ADDS, the additive tile. The tile kernels
  * store both as (n, BLOCK_Q), the few-row kernel as (rows, BLOCK_K). */
@@ -94,18 +110,58 @@ INLINE v_t v_modify(const modifiers *mods, block_kind kind, v_t s, v_t add, v_t 
     return s;
 }
 
-/* A score after the softcap, as v_modify makes it, and its derivatives by the score before it and by the cap: with
- * t = tanh(x) these are 1 - t^2 and t - x (1 - t^2). From 400 on v_exp has made the slope 0, and Inf must not make NaN. */
+/* With HAS_SLOPES, a score before biases, as v_modify makes it, and its derivatives: by the product, but for the scale, and
+ * by the modifier's own number. With t = tanh(x) these are 1 - t^2 and t - x (1 - t^2). From 400 on v_exp has made the slope
+ * 0, and Inf must not make NaN. */
 typedef struct {
-    v_t value, by_score, by_cap;
-} capped_score;
+    v_t value, by_score, by_own;
+} sloped_score;
 
-INLINE capped_score v_softcap_slopes(const modifiers *mods, v_t s)
+INLINE sloped_score v_slopes(const modifiers *mods, v_t s)
 {
     const v_t most = v_splat(400), x = v_min(most, v_max(-most, s * v_splat(mods->s_factor)));
     v_t slope;
     const v_t t = v_tanh_slope(x, &slope);
-    return (capped_score){v_softcap(x, v_splat(mods->softcap)), slope, v_fma(-x, slope, t)};
+    return (sloped_score){v_softcap(x, v_splat(mods->softcap)), slope, v_fma(-x, slope, t)};
+}
+
+/* The gradients of fa_modifier_gradients: sums over a head's rows of dS, the gradient of the modified scores, times what
+ * depends on the distance, or times by_own. */
+enum { BY_ALIBI, BY_CAP, N_HEAD_SUMS };
+
+INLINE const fa_array *head_sum(const fa_modifier_gradients *to, int i)
+{
+    return i == BY_ALIBI ? &to->dalibi_slopes : &to->dsoftcap;
+}
+
+INLINE int has_head_sums(const fa_modifier_gradients *to)
+{
+    int some = 0;
+    for (int i = 0; i < N_HEAD_SUMS; i++) some = some || head_sum(to, i)->data;
+    return some;
+}
+
+INLINE void add_head_sums(const fa_modifier_gradients *to, int64_t b, int64_t h, const double *sums)
+{
+    for (int i = 0; i < N_HEAD_SUMS; i++)
+        if (head_sum(to, i)->data) *(double *)at(head_sum(to, i), b, h, 0, 0) += sums[i];
+}
+
+INLINE int wants_distances(const fa_modifier_gradients *to) { return to->dalibi_slopes.data != NULL; }
+
+/* sums (N_HEAD_SUMS) += what dS of some keys adds, at these distances; by_own is of v_slopes. */
+INLINE void v_head_sums(const fa_modifier_gradients *to, v_t ds, v_t distance, const lane *by_own, v_t *sums)
+{
+    if (to->dalibi_slopes.data) sums[BY_ALIBI] = v_fma(-distance, ds, sums[BY_ALIBI]);
+    if (to->dsoftcap.data) sums[BY_CAP] += v_select(ds == 0, ds, ds * v_load(by_own));
+}
+
+/* The same of one key, where that of by_own is summed apart: add_slope_sum. */
+INLINE void row_head_sums(double ds, double distance, double *sums) { sums[BY_ALIBI] -= ds * distance; }
+
+INLINE void add_slope_sum(const fa_modifier_gradients *to, int64_t b, int64_t h, double sum)
+{
+    add_head_sums(to, b, h, (double[N_HEAD_SUMS]){[BY_CAP] = sum});
 }
 
 INLINE void modify_tile_as(int nv, const modifiers *mods, block_kind kind, const score_tile *scores)
@@ -116,7 +172,7 @@ INLINE void modify_tile_as(int nv, const modifiers *mods, block_kind kind, const
         for (int64_t j = 0; j < scores->n; j++) {
             lane *s = scores->s + j * BLOCK_Q + lanes;
             const v_t key = v_splat((lane)j);
-            const v_t distance = mods->alibi ? v_abs(position - key) : key;
+            const v_t distance = HAS_DISTANCES(*mods) ? v_abs(position - key) : key;
             const v_t add = kind & BLOCK_ADDS ? v_load(scores->add + j * BLOCK_Q + lanes) : key;
             v_store(s, v_modify(mods, kind, v_load(s), add, slope, distance, (begin <= key) & (key < end)));
         }
@@ -148,12 +204,12 @@ INLINE void modify_tile(const fa_attention_args *a, int nv, const modifiers *mod
     const modifiers unscaled = {.s_factor = 1}, cap = {.s_factor = 1, .softcap = mods->softcap};
     const modifiers alibi = {.s_factor = 1, .alibi = 1};
     if (!modifies(mods, kind)) return;
-    const int64_t position = mods->alibi ? load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) : 0;
+    const int64_t position = HAS_DISTANCES(*mods) ? load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) : 0;
     for (int64_t r = 0; r < BLOCK_Q; r++) {
         const int64_t row = smaller(r, rows->n - 1);
         lanes->begin[r] = (lane)(rows->begin[row] - scores->j0);
         lanes->end[r] = (lane)(rows->end[row] - scores->j0);
-        if (mods->alibi) lanes->position[r] = (lane)(position + (rows->row0 + row) / rows->group - scores->j0);
+        if (HAS_DISTANCES(*mods)) lanes->position[r] = (lane)(position + (rows->row0 + row) / rows->group - scores->j0);
     }
     if (kind == BLOCK_FULL && same_modifiers(mods, &cap)) modify_tile_as(nv, &cap, BLOCK_FULL, scores);
     else if (kind == BLOCK_FULL && same_modifiers(mods, &alibi)) modify_tile_as(nv, &alibi, BLOCK_FULL, scores);
@@ -203,10 +259,9 @@ INLINE void modify_rows(const fa_attention_args *a, const modifiers *mods, const
     for (int i = 0; i < LANES; i++) lane_index[i] = i;
     EACH_ROW(rows, r, id) {
         lane slope = 0, distance = 0;
-        if (mods->alibi) {
-            slope = *(const lane_u *)at(&a->mods.alibi_slopes, rows->b, id.head, 0, 0);
+        if (mods->alibi) slope = *(const lane_u *)at(&a->mods.alibi_slopes, rows->b, id.head, 0, 0);
+        if (HAS_DISTANCES(*mods))
             distance = (lane)(load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) + id.query - scores->j0);
-        }
         const v_t begin = v_splat((lane)(rows->begin[r] - scores->j0));
         const v_t end = v_splat((lane)(rows->end[r] - scores->j0));
         for (int64_t j = 0; j < scores->n; j += LANES) {

@@ -79,11 +79,10 @@ typedef struct {
 
 static void cut_tile(arena *from, const fa_attention_args *a, tile_state *tile)
 {
-    row_lanes *lanes = &tile->lanes;
     CUT(from, tile->qt, padded_k(a->head_dim) * BLOCK_Q);
     CUT(from, tile->ot, padded_v(a->head_dim_v) * BLOCK_Q);
-    CUT_LANES(from, BLOCK_Q, &tile->row_max, &tile->row_sum, &lanes->slope, &lanes->position, &lanes->begin,
-              &lanes->end);
+    CUT_LANES(from, BLOCK_Q, &tile->row_max, &tile->row_sum);
+    cut_row_lanes(from, &tile->lanes);
     tile->row_log = NULL;
     if (a->stats.entropy.data) CUT(from, tile->row_log, BLOCK_Q);
     CUT(from, tile->bias, BLOCK_Q);

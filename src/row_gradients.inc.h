@@ -1,7 +1,7 @@
 /* Parts of the gradients of attention by rows: rows of queries and of dO, their sums into dK and dV, those of dS into
  * the gradients of modifiers, and the order in which tasks may add.
  *
- * Exports   row_copy, copy_rows, add_weighted_rows, add_score_gradients, through_softcap, add_product_gradients,
+ * Exports   row_copy, copy_rows, add_weighted_rows, add_score_gradients, through_slopes, add_product_gradients,
  *           store_query_gradients, turn_of, take_turn, pass_turn. */
 #pragma once
 #include "interface/rowwise.h"
@@ -57,48 +57,44 @@ static void add_weighted_rows(const fa_array *from, const row_block *rows, const
     }
 }
 
-/* What a head's sum of scores' gradients times distances is added to, of head `head` of all. */
-INLINE void add_slope(const fa_rowwise_backward_args *call, int64_t head, double slope)
-{
-    if (call->dalibi_slopes) call->dalibi_slopes[head] += slope;
-}
-
-/* What dS (n, BLOCK_Q) adds to the gradients of the bias, and to `slopes`, (heads_q), or if that is NULL by add_slope. */
+/* What dS (n, BLOCK_Q) adds to the gradients of the bias and of distances; the latter to `later`, (heads_q, N_HEAD_SUMS),
+ * if that is not NULL. */
 static void add_score_gradients(const fa_rowwise_backward_args *call, const row_block *rows, const int64_t *key,
-                                int64_t n, const lane *ds, double *slopes)
+                                int64_t n, const lane *ds, double *later)
 {
     const fa_attention_args *a = &call->forward.attention;
-    if (!call->dbias.data && !call->dbias_diagonals.data && !call->dalibi_slopes) return;
-    const int64_t position = call->dalibi_slopes ? load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) : 0;
+    const int distances = wants_distances(&call->dmods);
+    if (!call->dbias.data && !call->dbias_diagonals.data && !distances) return;
+    const int64_t position = distances ? load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) : 0;
     EACH_ROW(rows, r, id) {
-        double slope = 0;
+        double sums[N_HEAD_SUMS] = {0};
         for (int64_t j = 0; j < n; j++) {
             const lane g = ds[j * BLOCK_Q + r];
             if (g == 0) continue;
             if (call->dbias.data) *(lane *)at(&call->dbias, rows->b, id.head, id.query, key[j]) += g;
             if (call->dbias_diagonals.data)
                 *(lane *)at(&call->dbias_diagonals, rows->b, id.head, key[j] - id.query + a->len_q - 1, 0) += g;
-            slope -= (double)g * fabs((double)(position + id.query - key[j]));
+            row_head_sums((double)g, fabs((double)(position + id.query - key[j])), sums);
         }
-        if (slopes) slopes[id.head] += slope;
-        else add_slope(call, rows->b * a->heads_q + id.head, slope);
+        for (int i = 0; later && i < N_HEAD_SUMS; i++) later[id.head * N_HEAD_SUMS + i] += sums[i];
+        if (!later) add_head_sums(&call->dmods, rows->b, id.head, sums);
     }
 }
 
-/* scaled = ds times the slopes of the cap, of which s (n, nv) holds the products before; dsoftcap (nv) += .. */
-static void through_softcap(int nv, const modifiers *mods, int64_t n, const lane *s, const lane *ds, lane *dsoftcap,
-                            lane *scaled)
+/* scaled = ds times v_slopes, of which s (n, nv) holds the products before; of_own (nv) += sums of ds times by_own. */
+static void through_slopes(int nv, const modifiers *mods, int64_t n, const lane *s, const lane *ds, lane *of_own,
+                           lane *scaled)
 {
     for (int u = 0; u < nv; u++) {
-        v_t sum = v_load(dsoftcap + u * LANES);
+        v_t sum = v_load(of_own + u * LANES);
         for (int64_t j = 0; j < n; j++) {
             const int64_t i = j * BLOCK_Q + u * LANES;
-            const capped_score capped = v_softcap_slopes(mods, v_load(s + i));
+            const sloped_score sloped = v_slopes(mods, v_load(s + i));
             const v_t g = v_load(ds + i);
-            sum += v_select(g == 0, v_splat(0), g * capped.by_cap);
-            v_store(scaled + i, v_select(g == 0, v_splat(0), g * capped.by_score));
+            sum += v_select(g == 0, v_splat(0), g * sloped.by_own);
+            v_store(scaled + i, v_select(g == 0, v_splat(0), g * sloped.by_score));
         }
-        v_store(dsoftcap + u * LANES, sum);
+        v_store(of_own + u * LANES, sum);
     }
 }
 

@@ -25,7 +25,7 @@ typedef struct {
     lane *dq_t;        /* dQ^T (head_dim, BLOCK_Q) */
     row_copy q, dout;
     lane *product;                                 /* (BLOCK_K, the larger pitch): what is added to dK or dV */
-    lane *sum_p, *sum_w, *sum_wd, *dsoftcap;       /* (BLOCK_Q) */
+    lane *sum_p, *sum_w, *sum_wd, *of_own;         /* (BLOCK_Q) */
     lane *dweight_t, *block_q, *block_weight, *dk; /* additive: (head_dim, BLOCK_Q); dk (len_k, head_dim) */
 } backward_scratch;
 
@@ -43,7 +43,7 @@ static int64_t cut_backward_scratch(arena *from, const fa_rowwise_backward_args 
     CUT(from, scratch->q.row, BLOCK_Q * scratch->q.pitch);
     CUT(from, scratch->dout.row, BLOCK_Q * scratch->dout.pitch);
     CUT(from, scratch->product, BLOCK_K * pitch);
-    CUT_LANES(from, BLOCK_Q, &scratch->sum_p, &scratch->sum_w, &scratch->sum_wd, &scratch->dsoftcap);
+    CUT_LANES(from, BLOCK_Q, &scratch->sum_p, &scratch->sum_w, &scratch->sum_wd, &scratch->of_own);
     if (call->forward.kind == FA_ADDITIVE) {
         CUT_LANES(from, a->head_dim * BLOCK_Q, &scratch->dweight_t, &scratch->block_q, &scratch->block_weight);
         CUT(from, scratch->dk, n_keys * round_up(a->head_dim, LANES));
@@ -182,7 +182,7 @@ static void differentiate_rows(const fa_rowwise_backward_args *call, int nv, con
             product.y = qt, product.depth = a->head_dim, product.out = s;
             if (additive) block_additive(nv, n, &product, &scratch->row.additive);
             else any_outer(nv, n, &product);
-            through_softcap(nv, mods, n, s, ds, scratch->dsoftcap, scaled);
+            through_slopes(nv, mods, n, s, ds, scratch->of_own, scaled);
         }
         if (additive)
             add_additive_gradients(nv, a->head_dim, n, k, qt, scaled, scratch,
@@ -230,7 +230,7 @@ static void add_to_shared(const fa_rowwise_backward_args *call, int nv, const v_
     }
     EACH_ROW(rows, r, id) {
         const int64_t head = rows->b * a->heads_q + id.head;
-        if (call->dsoftcap) call->dsoftcap[head] += scratch->dsoftcap[r];
+        add_slope_sum(&call->dmods, rows->b, id.head, scratch->of_own[r]);
         for (int64_t d = 0; call->dweight && d < a->head_dim; d++)
             call->dweight[head * a->head_dim + d] += a->mods.scale * scratch->dweight_t[d * BLOCK_Q + r];
     }
@@ -272,7 +272,7 @@ static void rowwise_backward_run(const fa_rowwise_backward_args *call, const fa_
     copy_rows(&call->dout, &tile->rows, a->head_dim_v, &scratch.dout);
     memset(scratch.dq_t, 0, a->head_dim * BLOCK_Q * sizeof(lane));
     if (additive) memset(scratch.dweight_t, 0, a->head_dim * BLOCK_Q * sizeof(lane));
-    lane *const sums[] = {scratch.sum_p, scratch.sum_w, scratch.sum_wd, scratch.dsoftcap};
+    lane *const sums[] = {scratch.sum_p, scratch.sum_w, scratch.sum_wd, scratch.of_own};
     for (int i = 0; i < 4; i++) memset(sums[i], 0, BLOCK_Q * sizeof(lane));
     const int nv = tile->rows.n <= LANES ? 1 : NV;
     if (!rowwise_gradients(call, plan, task, nv, &mods, &scratch) || !call->dq.data) return;

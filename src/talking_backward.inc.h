@@ -5,7 +5,7 @@
  *         P_g, and D_g = sum_f post_gf dO_f V_f^T
  *         delta_g = delta_g + sum of P_g D_g
  *     for each block of keys, in turn, block of rows after block of rows:
- *         dM_g = P_g (D_g - delta_g)                   before the cap, times its slopes
+ *         dM_g = P_g (D_g - delta_g)                   before what has slopes, times these
  *         dS_h = sum_g pre_hg dM_g;  W_f = sum_g post_gf P_g
  *         dQ_h = dQ_h + scale dS_h K_h
  *         dK_h = dK_h + scale dS_h^T Q_h;  dV_f = dV_f + W_f^T dO_f
@@ -21,7 +21,7 @@
 /* Of one head. */
 typedef struct {
     lane *dout_t, *dq_t;    /* dO^T (head_dim_v, BLOCK_Q), dQ^T (head_dim, BLOCK_Q) */
-    lane *delta, *dsoftcap; /* (BLOCK_Q) */
+    lane *delta, *of_own;   /* (BLOCK_Q) */
     row_copy q, dout;
 } head_gradients;
 
@@ -31,7 +31,7 @@ typedef struct {
     lane *dweights, *dprobs; /* as forward.scores: dO V^T, then others; D, then dM */
     lane *product;           /* (BLOCK_K, the larger pitch) */
     double *dpre, *dpost;    /* (heads_q, heads_q), of these rows */
-    double *slopes;          /* (heads_q), of ALiBi */
+    double *sums;            /* (heads_q, N_HEAD_SUMS) */
     vi_t live[NV_MAX];       /* lanes that hold a row */
 } talking_gradients;
 
@@ -46,13 +46,13 @@ static int64_t cut_talking_gradients(arena *from, const fa_rowwise_backward_args
     CUT(from, scratch->product, BLOCK_K * larger(pitch, pitch_v));
     CUT(from, scratch->dpre, heads * heads);
     CUT(from, scratch->dpost, heads * heads);
-    CUT(from, scratch->slopes, heads);
+    CUT(from, scratch->sums, heads * N_HEAD_SUMS);
     for (int64_t h = 0; h < heads; h++) {
         head_gradients *head = scratch->heads ? scratch->heads + h : &(head_gradients){0};
         head->q.pitch = pitch, head->dout.pitch = pitch_v;
         CUT(from, head->dout_t, a->head_dim_v * BLOCK_Q);
         CUT(from, head->dq_t, a->head_dim * BLOCK_Q);
-        CUT_LANES(from, BLOCK_Q, &head->delta, &head->dsoftcap);
+        CUT_LANES(from, BLOCK_Q, &head->delta, &head->of_own);
         CUT(from, head->q.row, BLOCK_Q * pitch);
         CUT(from, head->dout.row, BLOCK_Q * pitch_v);
     }
@@ -138,7 +138,7 @@ static void add_head_products(int nv, int64_t heads, int64_t n, double factor, c
         }
 }
 
-/* dM of all heads, in dprobs: before the cap. */
+/* dM of all heads, in dprobs: before what has slopes. */
 static void mixed_gradients(int nv, int64_t heads, int64_t n, const lane *d, talking_gradients *scratch)
 {
     for (int64_t g = 0; g < heads; g++)
@@ -152,9 +152,9 @@ static void mixed_gradients(int nv, int64_t heads, int64_t n, const lane *d, tal
         }
 }
 
-/* dM times the slopes of the cap, of which dweights gets the scores before. */
-static void talking_softcap(const fa_rowwise_args *forward, int nv, const modifiers *mods, int64_t j0, int64_t n,
-                            talking_gradients *scratch)
+/* dM times the slopes, of which dweights gets the scores before. */
+static void talking_slopes(const fa_rowwise_args *forward, int nv, const modifiers *mods, int64_t j0, int64_t n,
+                           talking_gradients *scratch)
 {
     const fa_attention_args *a = &forward->attention;
     const int64_t heads = a->heads_q, group = heads / a->heads_kv;
@@ -169,8 +169,8 @@ static void talking_softcap(const fa_rowwise_args *forward, int nv, const modifi
         any_outer(nv, n, &product);
     }
     for (int64_t g = 0; g < heads; g++)
-        through_softcap(nv, mods, n, before + g * HEAD_PITCH, scratch->dprobs + g * HEAD_PITCH,
-                        scratch->heads[g].dsoftcap, scratch->dprobs + g * HEAD_PITCH);
+        through_slopes(nv, mods, n, before + g * HEAD_PITCH, scratch->dprobs + g * HEAD_PITCH,
+                       scratch->heads[g].of_own, scratch->dprobs + g * HEAD_PITCH);
 }
 
 /* The last pass over n keys from j0 on. */
@@ -192,8 +192,8 @@ static void talking_differentiate(const fa_rowwise_backward_args *call, int nv, 
     if (call->dpost) add_head_products(nv, heads, n, 1, probs, heads, scratch->dweights, 1, scratch->dpost);
     mixed_gradients(nv, heads, n, d, scratch);
     for (int64_t g = 0; g < heads; g++)
-        add_score_gradients(call, &talking->heads[g].rows, key, n, dmixed + g * HEAD_PITCH, scratch->slopes);
-    if (HAS_SLOPES(a->mods)) talking_softcap(forward, nv, mods, j0, n, scratch);
+        add_score_gradients(call, &talking->heads[g].rows, key, n, dmixed + g * HEAD_PITCH, scratch->sums);
+    if (HAS_SLOPES(a->mods)) talking_slopes(forward, nv, mods, j0, n, scratch);
     if (call->dpre) {
         const double factor = mods->q_factor != 0 ? a->mods.scale / mods->q_factor : 0; /* S is times it already */
         add_head_products(nv, heads, n, factor, dmixed, 1, talking->scores, heads, scratch->dpre);
@@ -272,9 +272,9 @@ static void add_talking_sums(const fa_rowwise_backward_args *call, int64_t b, co
     for (int64_t i = 0; call->dpre && i < heads * heads; i++) call->dpre[b * heads * heads + i] += scratch->dpre[i];
     for (int64_t i = 0; call->dpost && i < heads * heads; i++) call->dpost[b * heads * heads + i] += scratch->dpost[i];
     for (int64_t h = 0; h < heads; h++) {
-        add_slope(call, b * heads + h, scratch->slopes[h]);
-        for (int64_t r = 0; call->dsoftcap && r < scratch->forward.heads->rows.n; r++)
-            call->dsoftcap[b * heads + h] += scratch->heads[h].dsoftcap[r];
+        add_head_sums(&call->dmods, b, h, scratch->sums + h * N_HEAD_SUMS);
+        for (int64_t r = 0; r < scratch->forward.heads->rows.n; r++)
+            add_slope_sum(&call->dmods, b, h, scratch->heads[h].of_own[r]);
     }
 }
 
@@ -306,11 +306,11 @@ static void talking_backward_run(const fa_rowwise_backward_args *call, const fa_
         copy_rows(&call->dout, rows, a->head_dim_v, &head->dout);
         memset(head->dq_t, 0, a->head_dim * BLOCK_Q * sizeof(lane));
         memset(head->delta, 0, BLOCK_Q * sizeof(lane));
-        memset(head->dsoftcap, 0, BLOCK_Q * sizeof(lane));
+        memset(head->of_own, 0, BLOCK_Q * sizeof(lane));
     }
     memset(scratch.dpre, 0, heads * heads * sizeof(double));
     memset(scratch.dpost, 0, heads * heads * sizeof(double));
-    memset(scratch.slopes, 0, heads * sizeof(double));
+    memset(scratch.sums, 0, heads * N_HEAD_SUMS * sizeof(double));
     lane no_row[BLOCK_Q];
     for (int64_t i = 0; i < BLOCK_Q; i++) no_row[i] = i >= n_rows;
     for (int u = 0; u < NV; u++) scratch.live[u] = v_load(no_row + u * LANES) == v_splat(0);

@@ -20,6 +20,12 @@ typedef struct {
     fa_array q_position;   /* int64 (batch): position of query row 0, where distances count */
 } fa_modifiers;
 
+/* Gradients of these that are sums over the rows of each head, to which they are added; those that are not wanted have
+ * no data. */
+typedef struct {
+    fa_array dalibi_slopes, dsoftcap; /* float64 (batch, heads_q) */
+} fa_modifier_gradients;
+
 /* What is returned beside the output; optional. */
 typedef struct {
     fa_array row_max, entropy; /* lanes (batch, heads_q, len_q): of each row's scores, and of its probabilities */

@@ -15,7 +15,8 @@ typedef struct {
     fa_array dbias;           /* lanes, as the bias: a stride of 0 sums */
     int bias_shared;          /* several heads, or items of the batch, have one dbias */
     fa_array dbias_diagonals; /* lanes, (batch, heads_q, 1, len_q + len_k - 1), number j - i + len_q - 1 */
-    fa_array dsinks, dalibi_slopes, dsoftcap; /* float64 (batch, heads_q) */
+    fa_array dsinks;          /* float64 (batch, heads_q) */
+    fa_modifier_gradients dmods;
 } fa_backward_args;
 
 /* With `few`, sums() first, whose tasks are those of run(). The tasks of begin(), in any order; then those of run(); then

@@ -30,12 +30,12 @@ typedef struct {
     fa_array dv;              /* lanes (batch, heads_kv, len_k, head_dim_v), contiguous */
     fa_array dbias;           /* lanes (batch, heads_q, len_q, len_k) */
     fa_array dbias_diagonals; /* lanes (batch, heads_q, len_q + len_k - 1): j - i + len_q - 1 counts */
-    double *dalibi_slopes, *dsoftcap; /* float64 (batch, heads_q) */
-    double *dweight;                  /* float64 (batch, heads_q, head_dim) */
-    double *dpre, *dpost;             /* float64 (batch, heads_q, heads_q) */
-    double dq_factor;                 /* of dq: the scale, or 1 */
-    int batch_shares, heads_share;    /* several batch items, several KV heads, have the same elements of dbias */
-    int64_t *turns;                   /* (n_turns), 0 before the first task: how many have passed each */
+    fa_modifier_gradients dmods;
+    double *dweight;               /* float64 (batch, heads_q, head_dim) */
+    double *dpre, *dpost;          /* float64 (batch, heads_q, heads_q) */
+    double dq_factor;              /* of dq: the scale, or 1 */
+    int batch_shares, heads_share; /* several batch items, several KV heads, have the same elements of dbias */
+    int64_t *turns;                /* (n_turns), 0 before the first task: how many have passed each */
 } fa_rowwise_backward_args;
 
 /* A task is a tile of rows, or talking heads' of all heads. Threads take them in order of their numbers, since a task

@@ -15,7 +15,9 @@ static int run_rowwise_backward(const fa_kernels *kernels, int again, int wide)
 {
     fa_rowwise_backward_args call = rowwise_backward_now[wide];
     const fa_attention_args *a = &call.forward.attention;
-    fa_array *const each[] = {&call.dq, &call.dk, &call.dv, &call.dbias, &call.dbias_diagonals};
+    fa_array *const each[] = {
+        &call.dq, &call.dk, &call.dv, &call.dbias, &call.dbias_diagonals, &call.dmods.dalibi_slopes,
+        &call.dmods.dsoftcap};
     double *data[N_SHARED + 3];
     fa_rowwise_backward_plan p;
     if (a->len_q == 0) return 1; /* there is nothing to run */
@@ -26,8 +28,7 @@ static int run_rowwise_backward(const fa_kernels *kernels, int again, int wide)
     }
     if (call.batch_shares || call.heads_share) call.dbias = for_all(a, call.dbias);
     call.dbias_diagonals.row = call.dbias_diagonals.col, call.dbias_diagonals.col = 0; /* its elements are rows */
-    call.dalibi_slopes = data[DSLOPES], call.dsoftcap = data[DSOFTCAP], call.dweight = data[DWEIGHT];
-    call.dpre = data[DPRE], call.dpost = data[DPOST];
+    call.dweight = data[DWEIGHT], call.dpre = data[DPRE], call.dpost = data[DPOST];
     kernels->rowwise->backward_plan(&call, &p);
     char *scratch = allocate((size_t)p.scratch_bytes);
     call.turns = (int64_t *)allocate((size_t)p.n_turns * sizeof(int64_t));
