@@ -236,7 +236,7 @@ class Fill:
         for name, kind in self.inner(struct):
             if kind.endswith("_args"):
                 continue
-            if class_of(kind) not in self.objects:
+            if kind[3:] not in own:
                 self.fill(kind, of, f"{path}.{name}", args, indent)
                 continue
             self.arrays += [f"{indent}{kind[3:]} = args.{kind[3:]}", f"{indent}if {kind[3:]} is not None:"]

@@ -299,7 +299,7 @@ def _add_ranges(
     windowed = left is not None or right is not None
     ranges: list[key_ranges.Range] = []
 
-    positional = causal or windowed or args.alibi_slopes is not None or structure is not None
+    positional = causal or windowed or args.has_distances or structure is not None
     length, offset = lengths_of(kv_lengths, q_offset, batch_shape, len_q, len_k, positional)
     if kv_lengths is not None:
         ranges.append(key_ranges.lengths(length))
@@ -318,7 +318,7 @@ def _add_ranges(
         if lists is not None:
             args.ranges, args.range_first, args.range_last = lists.ranges, lists.first, lists.last
     args.row_begin, args.row_end = key_ranges.intersect(ranges, len_k)
-    if args.alibi_slopes is not None:
+    if args.has_distances:
         args.q_position = offset
 
 

@@ -13,6 +13,7 @@ from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.grad import places
 from fastattn._args.results import require_apart, result_array
 from fastattn._args.types import (
+    AXES,
     FLOAT64,
     OF_HEADS,
     OF_NUMBERS,
@@ -41,6 +42,8 @@ OF_OPTIONS = ("bias", *OF_HEADS, "scale")
 # Arguments that have no gradient of their own.
 _SAVED = ("dout", "out", "lse", "dlse")
 _UNGIVEN = ("scale", "state", "gamma")  # have a default that has a gradient
+_OF_ALL = ("heads_q", "heads_q")
+_AXES = {**AXES, "weight": ("heads_q", "head_dim"), "pre": _OF_ALL, "post": _OF_ALL}
 
 
 @dataclass(slots=True)
@@ -240,19 +243,13 @@ def _result(
 
 def gradient_shape(args: AttentionArgs, name: str) -> Shape:
     """The shape of what the kernels leave of a gradient."""
-    batch = args.batch_shape if args.begins is None else ()
-    if name == "dq":
-        return (*batch, args.heads_q, args.len_q, args.head_dim)
-    if name in ("dk", "dv"):
-        width = args.head_dim if name == "dk" else args.head_dim_v
-        return (*batch, args.heads_kv, args.len_k, width)
     bias: Any = args.bias
     if name == "dbias":
         return bias.shape  # type: ignore[no-any-return]
     if name == "dbias_diagonals":
         return (*bias.shape[:-2], max(0, args.len_q + args.len_k - 1))
-    own = {"dweight": (args.head_dim,), "dpre": (args.heads_q,), "dpost": (args.heads_q,)}
-    return (*args.batch_shape, args.heads_q, *own.get(name, ()))
+    batch = () if name in ("dq", "dk", "dv") and args.begins is not None else args.batch_shape
+    return (*batch, *(getattr(args, axis) for axis in _AXES.get(name[1:], ("heads_q",))))
 
 
 def _room(backward: BackwardArgs, name: str, result: Any) -> _Wanted:

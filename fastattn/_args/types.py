@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
@@ -78,9 +78,30 @@ AXES = {
     **dict.fromkeys(("k_scale", "v_scale"), ("heads_kv", "len_k")),
     **dict.fromkeys(("mask", "bias"), ("heads_q", "len_q", "len_k")),
     **dict.fromkeys(("lse", "row_begin", "row_end", "range_first", "range_last"), ("heads_q", "len_q")),
-    **dict.fromkeys(("alibi_slopes", "sinks"), ("heads_q",)),
+    **dict.fromkeys(("sinks", "alibi_slopes"), ("heads_q",)),
     "q_position": (),
 }
+ARRAYS_OF_HEADS = tuple(name for name, axes in AXES.items() if axes == ("heads_q",))
+# Options that are one number, and all whose gradients are a sum for each head; of a number, over all heads.
+OF_NUMBERS = ("softcap",)
+OF_HEADS = (*ARRAYS_OF_HEADS, *OF_NUMBERS)
+
+
+class ModifiersArgs(NamedTuple):
+    """Modifiers of scores that are numbers, for whoever hands them on; `AttentionArgs` has their names."""
+
+    scale: float
+    softcap: float = 0.0
+
+    @classmethod
+    def of(cls, args: AttentionArgs) -> ModifiersArgs:
+        """Modifiers of a checked call."""
+        return cls(*(getattr(args, name) for name in cls._fields))
+
+    def put(self, args: AttentionArgs) -> None:
+        """Set them in `args`."""
+        for name, x in zip(self._fields, self, strict=True):
+            setattr(args, name, x)
 
 
 @dataclass(init=False, eq=False)
@@ -110,7 +131,7 @@ class AttentionArgs(KernelArgs):
     k_scale: Array | None = None  # lane dtype
     v_scale: Array | None = None
     lse: Array | None = None  # lane dtype
-    softcap: float = 0.0
+    softcap: float = 0.0  # 0: none
     mask: Bools | None = None
     bias: Array | None = None  # float32 or q's dtype
     alibi_slopes: Array | None = None  # lane dtype
@@ -123,7 +144,7 @@ class AttentionArgs(KernelArgs):
     ranges: Ints | None = None
     range_first: Ints | None = None
     range_last: Ints | None = None
-    q_position: Ints | None = None  # of query row 0, where ALiBi needs it
+    q_position: Ints | None = None  # of query row 0, with `has_distances`
     # sigmoid(score + that) in place of the softmax: no lse, sinks, statistics, dropout.
     sigmoid_bias: float | None = None
     statistics: StatisticsArgs | None = None  # of the probabilities before dropout
@@ -137,6 +158,11 @@ class AttentionArgs(KernelArgs):
     # mask, lists of ranges or statistics are there.
     begins: tuple[Ints, Ints] | None = None
     copies: tuple[str, ...] = ()  # what was copied, and why
+
+    @property
+    def has_distances(self) -> bool:
+        """Whether scores depend on distances of keys."""
+        return self.alibi_slopes is not None
 
     def cut(self, **slices: slice) -> AttentionArgs:
         """The call over slices of the axes "len_q" and "len_k"; its arrays are views of these."""
@@ -194,11 +220,6 @@ class SelectedArgs(KernelArgs):
                 split = (x.shape[at], 1)
             setattr(part, name, x.reshape(*x.shape[:at], *split, *x.shape[at + 1 :]))
         return part
-
-
-# Options of attention whose gradients are a sum for each head.
-OF_HEADS = ("sinks", "alibi_slopes", "softcap")
-OF_NUMBERS = ("softcap",)  # options that are one number, whose gradient is the sum over heads
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ from fastattn._args import key_ranges
 from fastattn._args.attention import attention_args, raise_shapes, window_sides
 from fastattn._args.errors import wrong_shape
 from fastattn._args.results import result_array
-from fastattn._args.types import Array, ArrayLike, AttentionArgs, lane_dtype
+from fastattn._args.types import ARRAYS_OF_HEADS, Array, ArrayLike, AttentionArgs, lane_dtype
 from fastattn._args.values import as_array, flag, head_values, require_broadcast, sequence_begins
 
 
@@ -23,8 +23,6 @@ def varlen_args(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     out: Array | None = None,
@@ -44,6 +42,7 @@ def varlen_args(
         came = f"cu_seqlens_q is of {len(begins_q) - 1} sequences and cu_seqlens_k of {len(begins_k) - 1}"
         raise ValueError(f"(): {came}; expected the same number")
     _require_shapes(arrays)
+    of_heads = {name: options.pop(name, None) for name in ARRAYS_OF_HEADS}
     causal = flag("causal", causal)
     left, right = window_sides(window)
     by_head: dict[str, Any] = {
@@ -64,11 +63,11 @@ def varlen_args(
     args.batch_shape, args.begins = (n_sequences,), (begins_q, begins_k)
     offset = np.diff(begins_k) - np.diff(begins_q)  # the last query is at the last key
     heads = (n_sequences, args.heads_q)
-    if alibi_slopes is not None:
-        args.alibi_slopes = head_values("alibi_slopes", alibi_slopes, heads, lane, copies)
+    for name, x in of_heads.items():
+        if x is not None:
+            setattr(args, name, head_values(name, x, heads, lane, copies))
+    if args.has_distances:
         args.q_position = offset
-    if sinks is not None:
-        args.sinks = head_values("sinks", sinks, heads, lane, copies)
     args.copies = tuple(copies)
     if causal or left is not None or right is not None:
         sequence = np.repeat(np.arange(n_sequences), np.diff(begins_q))  # of each query

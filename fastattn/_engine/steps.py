@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fastattn._args.types import Activation, Array, AttentionArgs, Ints, Rounding, plain_args
+from fastattn._args.types import Activation, Array, AttentionArgs, Ints, ModifiersArgs, Rounding, plain_args
 from fastattn._engine import settings
 
 if TYPE_CHECKING:
@@ -221,12 +221,11 @@ class AttendStep(Step):
     heads: int
     heads_kv: int
     head_dim: int
-    scale: float
+    modifiers: ModifiersArgs
     first_kv: int = 0  # the first of its heads in a cache, which has those of all layers
     ranges: int = 0  # index into the call's `ranges`
     rotation: int | None = None  # and into its `rotations`
     bias: int | None = None  # and into its `biases`; not with a cache
-    softcap: float = 0.0  # of scores; 0: none
     sinks: Array | None = None  # (heads,), lane type: logits that enter the denominator alone
     query_rotation: int | None = None  # that of queries where keys have another one
     size: int = 0  # index into the call's `slots`: that of its size of heads
@@ -317,7 +316,8 @@ class AttendStep(Step):
             args.batch_shape, args.begins = (call.batch,), (call.begins, call.begins)
         if scales:
             args.k_scale, args.v_scale = scales
-        args.scale, args.softcap, args.sinks = self.scale, self.softcap, self.sinks
+        self.modifiers.put(args)
+        args.sinks = self.sinks
         args.row_begin, args.row_end = call.ranges[self.ranges]
         if self.bias is not None:
             args.bias = by_distance(call.biases[self.bias], args.len_q)

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn._args.attention import attention_args, lengths_of, raise_shapes, window_sides
 from fastattn._args.options import BlockOptions, require_options
-from fastattn._args.types import Array, Ints, Shape
+from fastattn._args.types import ARRAYS_OF_HEADS, Array, Ints, Shape
 from fastattn._args.values import flag, integer, short
 
 _PLACES = ("causal", "window", "kv_lengths", "q_offset")  # options that say where a block lies
@@ -28,7 +28,7 @@ class Problem:
     right: int | None
     offset: Ints  # (*batch,): the position of the first query
     lengths: Ints  # (*batch,)
-    of_heads: Mapping[str, Array]  # sinks, alibi_slopes: (*batch, heads_q)
+    of_heads: Mapping[str, Array]  # (*batch, heads_q)
     plain: Mapping[str, Any]  # what every block is told as it is
 
     def needs(self, batch: tuple[slice, ...], rows: range, keys: range) -> bool:
@@ -72,12 +72,12 @@ def problem(arrays: tuple[Any, Any, Any], options: Mapping[str, Any]) -> Problem
     args = attention_args(*empty, **plain)
     of_heads = {
         name: np.broadcast_to(getattr(args, name), (*args.batch_shape, args.heads_q))
-        for name in ("sinks", "alibi_slopes")
+        for name in ARRAYS_OF_HEADS
         if plain.pop(name, None) is not None
     }
     causal = flag("causal", options.get("causal", False))
     left, right = window_sides(options.get("window"))
-    positional = causal or left is not None or right is not None or "alibi_slopes" in of_heads
+    positional = causal or left is not None or right is not None or args.has_distances
     lengths, offset = (
         np.broadcast_to(x, args.batch_shape)
         for x in lengths_of(

@@ -17,7 +17,7 @@ from fastattn._args.dtypes import dtype_choice
 from fastattn._args.ops import epsilon, integer_activations
 from fastattn._args.pack import blocks_args
 from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, columns
-from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding
+from fastattn._args.types import FLOAT32, Array, ArrayLike, ModifiersArgs, Rounding
 from fastattn._args.values import MOST_SIZE, flag, integer
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
@@ -202,10 +202,10 @@ class AttentionParameters(Layer):
         self._projected = "q" if self.query_only else "qkv"
         widths = self.kdim or self.embed_dim, self.vdim or self.embed_dim
         self._stacked = not self.query_only and widths == (self.embed_dim, self.embed_dim)
-        names = ("window", "softcap", "scale", "alibi_slopes")
+        names = ("window", *ModifiersArgs._fields, "alibi_slopes")
         self._options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         nothing = np.empty((1, heads, 0, self._head_dim), lane_of(self.weights_dtype))
-        attention_args(nothing, nothing, nothing, **self._options)
+        self._modifiers = ModifiersArgs.of(attention_args(nothing, nothing, nothing, **self._options))
         if self.rope is not None:
             _computation.require("rope", self.rope, Rope, "a Rope, Rope(frequencies)")
             rotated = 2 * len(self.rope.frequencies.inv_freq)
@@ -225,7 +225,7 @@ class AttentionParameters(Layer):
 
     def is_plain(self) -> bool:
         """Whether a program can compute it: options that `Block` has, too, and maps side by side."""
-        more = self._options.keys() - {"window", "softcap", "scale"} or self._extra or self.output_gate
+        more = self._options.keys() - {"window", *ModifiersArgs._fields} or self._extra or self.output_gate
         interleaved = self.rope is not None and self.rope.interleaved
         maps = self.query_maps if self.query_only else self.all_maps
         return not more and not interleaved and maps is not None and maps.whole

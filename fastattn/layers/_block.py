@@ -8,7 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastattn._args import key_ranges
-from fastattn._args.types import Activation, Array, Ints, Rounding
+from fastattn._args.types import Activation, Array, Ints, ModifiersArgs, Rounding
 from fastattn._engine.experts import Experts, ExpertsStep
 from fastattn._engine.program import Program, build
 from fastattn._engine.steps import (
@@ -145,7 +145,7 @@ class Block:
     heads: int = 0
     heads_kv: int = 0
     head_dim: int = 0
-    scale: float = 0.0
+    modifiers: ModifiersArgs = ModifiersArgs(0.0)
     attended: Projection = _NONE  # what follows attention
     layer: Any = None  # a `MultiHeadAttention`, in place of the maps and heads above: see `LayerStep`
     over_memory: bool = False  # only with a `layer`
@@ -158,7 +158,6 @@ class Block:
     rotation: int | None = None  # of queries and keys, as `bias` of scores: see `AttendStep`
     bias: int | None = None
     post_norms: tuple[Norm, Norm] | None = None
-    softcap: float = 0.0  # of scores; 0: none
     sinks: Array | None = None  # (heads,): see `AttendStep`, as of the next one
     query_rotation: int | None = None
     mixer: Mixer | None = None  # only with `norm_first`
@@ -201,9 +200,9 @@ class Block:
         if self.mixer is None:
             giver = place.giver
             heads_kv = self.heads_kv if giver is None else giver.heads_kv
-            heads = (self.heads, heads_kv, self.head_dim, self.scale)
+            heads = (self.heads, heads_kv, self.head_dim, self.modifiers)
             which = (place.first_kv, place.ranges, self.rotation, self.bias)
-            others = (self.softcap, self.sinks, self.query_rotation, place.size)
+            others = (self.sinks, self.query_rotation, place.size)
             keys: Any = {"gives": place.gives is not None}
             if giver is not None:
                 keys |= {"keys": giver.x, "keys_begin": giver.heads * giver.head_dim}

@@ -163,12 +163,11 @@ class TransformerLayer(Layer):
             heads=heads.num_heads,
             heads_kv=heads._heads_kv,
             head_dim=heads._head_dim,
-            scale=heads._head_dim**-0.5 if heads.scale is None else heads.scale,
+            modifiers=heads._modifiers,
             attended=heads.out_proj._projection(),
             head_norms=() if norms is None else (Norm("rms_norm", norms, None, heads.qk_norm_eps),),
             window=heads.window,
             rotation=None if heads.rope is None else rotation,
-            softcap=heads.softcap or 0.0,
             sinks=heads.sink_logits,
         )
 

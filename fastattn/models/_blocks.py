@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fastattn._args.packed import PackedLinear
 from fastattn._args.types import ACTIVATIONS as OURS
-from fastattn._args.types import Activation, Array, Rounding, Shape
+from fastattn._args.types import Activation, Array, ModifiersArgs, Rounding, Shape
 from fastattn._engine.experts import Bounds, Experts, Shared
 from fastattn.layers._block import Block, Norm, Projection, Window
 from fastattn.layers._mixers import Mixer
@@ -112,7 +112,7 @@ class Blocks:
     activation: Activation
     biased: frozenset[str]  # the maps that have a bias, those of experts with their prefix
     bias: int | None = None  # of all blocks' scores: see `AttendStep`
-    softcap: float = 0.0  # of scores; 0: none
+    modifiers: Mapping[str, float] = field(default_factory=dict)  # of `ModifiersArgs`, but for the scale
     query_rotation: int | None = None  # as `bias`
     experts: int = 0  # where there is a router: how many, how many for a token, and whether those weigh 1
     chosen: int = 0
@@ -333,7 +333,7 @@ class Blocks:
             heads=self.heads,
             heads_kv=self.heads_kv,
             head_dim=self.head_dim,
-            scale=scale,
+            modifiers=ModifiersArgs(scale, **self.modifiers),
             attended=second,
             inner_norm=norm(names.inner_norm),
             inner=experts() if routed else inner(),
@@ -345,7 +345,6 @@ class Blocks:
             bias=self.bias,
             post_norms=post_norms(*names.post_norms) if names.post_norms else None,
             second_norm=norm(names.second_norm),
-            softcap=self.softcap,
             query_rotation=self.query_rotation,
             sinks=None if sinks is None else source.vector(sinks),
             mixer=mixer,

@@ -58,14 +58,14 @@ class Decoder(_model.Model):
     windows: tuple[Window, ...]  # of which each attention has one: see `model_program`
     logits: Program
     stop: tuple[int, ...]  # ids that end a text
-    softcap: float | None = None  # logits x become ``cap * tanh(x / cap)``
+    logits_cap: float | None = None  # logits x become ``cap * tanh(x / cap)``
     query_growth: QueryGrowth | None = None  # queries then have a rotation after the `frequencies`' own
     layer_embeddings: Embeddings | None = None  # `Sequences.inputs` of tokens
 
     @property
     def has_gradients(self) -> bool:
         """Whether `vjp`, and what trains a model, take it."""
-        return self.program.has_gradients and self.softcap is None and self.layer_embeddings is None
+        return self.program.has_gradients and self.logits_cap is None and self.layer_embeddings is None
 
     @named("{self.model_type}")
     def __call__(self, ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
@@ -448,10 +448,10 @@ class Decoder(_model.Model):
         return call, positions
 
     def _capped(self, logits: Array) -> Array:
-        """The logits, which it may overwrite, kept within `softcap`."""
-        if self.softcap is None:
+        """The logits, which it may overwrite, kept within `logits_cap`."""
+        if self.logits_cap is None:
             return logits
-        cap = lane_dtype(logits.dtype).type(self.softcap)
+        cap = lane_dtype(logits.dtype).type(self.logits_cap)
         wide = logits.astype(cap.dtype, copy=False)
         np.divide(wide, cap, out=wide)
         np.tanh(wide, out=wide)

@@ -8,7 +8,7 @@ from implementations import COMPILED, NOTHING_COMPILED
 
 from fastattn import ops
 from fastattn._args.packed import LinearArgs, PackArgs, RowBlock
-from fastattn._args.types import ACTIVATIONS, RopeArgs, RowsArgs, plain_args
+from fastattn._args.types import ACTIVATIONS, ModifiersArgs, RopeArgs, RowsArgs, plain_args
 from fastattn._engine import settings
 from fastattn._engine.program import build
 from fastattn._engine.slots import Slots
@@ -48,8 +48,8 @@ GOOD = {
     "add": AddStep(X, OUT, "narrow", 8),
     "gate": GateStep(X, OUT, "wide", 8, 8),
     "scale": ScaleStep(X, OUT, ones(8)),
-    "attend": AttendStep("qkv", OUT, 2, 2, 4, 0.5),
-    "queries": AttendStep(X, OUT, 2, 2, 4, 0.5, keys="qkv", keys_begin=8),
+    "attend": AttendStep("qkv", OUT, 2, 2, 4, ModifiersArgs(0.5)),
+    "queries": AttendStep(X, OUT, 2, 2, 4, ModifiersArgs(0.5), keys="qkv", keys_begin=8),
 }
 
 
@@ -360,7 +360,7 @@ def test_a_state_that_may_not_be_written(core):
 
 
 def test_caches_of_two_sizes_have_the_same_tokens(core):
-    step = AttendStep("qkv", OUT, 2, 2, 4, 0.5, size=1)
+    step = AttendStep("qkv", OUT, 2, 2, 4, ModifiersArgs(0.5), size=1)
     first = Slots(ones(1, 2, 64, 4), ones(1, 2, 64, 4), np.array([40]), None, 42)
     other = Slots(ones(1, 2, 4, 4), ones(1, 2, 4, 4), np.array([1]), None, 3)
     call = Sequences(1, begins=np.array([0, 2]), slots=(first, other))

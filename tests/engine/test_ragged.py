@@ -6,6 +6,7 @@ from implementations import COMPILED, each_isa, forced
 
 from fastattn import ops
 from fastattn._args import key_ranges
+from fastattn._args.types import ModifiersArgs
 from fastattn._engine.program import build
 from fastattn._engine.steps import OUT, AttendStep, LinearStep, Sequences, X
 from fastattn.layers import KVCache
@@ -21,7 +22,7 @@ def program(steps_of_attention):
     columns = (HEADS + 2 * HEADS_KV) * HEAD_DIM
     qkv = ops.pack(rng.standard_normal((columns, WIDTH)).astype(np.float32))
     last = ops.pack(rng.standard_normal((WIDTH, HEADS * HEAD_DIM)).astype(np.float32))
-    attend = AttendStep("qkv", "context", HEADS, HEADS_KV, HEAD_DIM, 0.3, **steps_of_attention)
+    attend = AttendStep("qkv", "context", HEADS, HEADS_KV, HEAD_DIM, ModifiersArgs(0.3), **steps_of_attention)
     return build("ragged", [LinearStep(X, "qkv", qkv, None), attend, LinearStep("context", OUT, last, None)])
 
 
@@ -99,7 +100,7 @@ def test_a_bias_is_of_the_distance(implementation):
     """A score of query i and key j has, by definition, what is at j - i from the middle."""
     n, table = 5, np.random.default_rng(3).standard_normal((HEADS, 13)).astype(np.float32)
     qkv = np.random.default_rng(4).standard_normal((n, (HEADS + 2 * HEADS_KV) * HEAD_DIM)).astype(np.float32)
-    step = build("bias", [AttendStep(X, OUT, HEADS, HEADS_KV, HEAD_DIM, 0.3, bias=0)])
+    step = build("bias", [AttendStep(X, OUT, HEADS, HEADS_KV, HEAD_DIM, ModifiersArgs(0.3), bias=0)])
     got = step.run(qkv, Sequences(1, biases=(table,))).reshape(n, HEADS, HEAD_DIM)
     heads = qkv.reshape(n, -1, HEAD_DIM).astype(np.float64)
     for h in range(HEADS):

@@ -6,6 +6,7 @@ import pytest
 from formulas import deberta, logarithmic_buckets
 from implementations import COMPILED, each_isa, forced
 
+from fastattn._args.types import ModifiersArgs
 from fastattn._engine.program import build
 from fastattn._engine.steps import OUT, Sequences, X
 from fastattn.models._families.deberta import DisentangledStep
@@ -24,7 +25,7 @@ def program(head_dim=16, tables=(True, True), far=True, dtype=np.float32, **chan
     rng = np.random.default_rng(0)
     keys, queries = rng.standard_normal((2, HEADS, 2 * SPAN, head_dim)).astype(lane)
     options = {
-        "scale": (head_dim * (1 + sum(tables))) ** -0.5,
+        "modifiers": ModifiersArgs((head_dim * (1 + sum(tables))) ** -0.5),
         "position_keys": keys if tables[0] else None,
         "position_queries": queries if tables[1] else None,
         "max_distance": MOST if far else None,

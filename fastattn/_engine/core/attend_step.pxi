@@ -9,7 +9,7 @@ cdef class _AttendStep(_Step):
 
     cdef void _set(self, step, buffers) except *:
         self.args.heads_q, self.args.heads_kv = step.heads, step.heads_kv
-        self.args.mods.scale, self.args.mods.softcap = step.scale, step.softcap
+        _fill_modifiers(&self.args.mods, step.modifiers)
         self.args.head_dim = self.args.head_dim_v = step.head_dim
         self.first_kv, self.size, self.ranges = step.first_kv, step.size, step.ranges
         self.keys = -1 if step.keys is None else self._buffer(step.keys, buffers)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fastattn import ops
-from fastattn._args.types import Array, Ints
+from fastattn._args.types import Array, Ints, ModifiersArgs
 from fastattn._engine.steps import AttendStep, Sequences, Step, Values
 from fastattn._engine.tape import Tape
 from fastattn.functional import disentangled_attention
@@ -121,7 +121,7 @@ def deberta(source: Source) -> Encoder:
             step.heads,
             step.heads_kv,
             step.head_dim,
-            scale=(step.head_dim * (1 + len(own))) ** -0.5,
+            ModifiersArgs((step.head_dim * (1 + len(own))) ** -0.5),
             position_keys=own.get("c2p"),
             position_queries=own.get("p2c"),
             max_distance=max_distance,

@@ -215,7 +215,7 @@ def gemma4(source: Source) -> Decoder:
         ),
         blocks,
         **_how(source, base, kinds, sizes, causal=True),
-        softcap=None if cap is None else config.number("final_logit_softcapping"),
+        logits_cap=None if cap is None else config.number("final_logit_softcapping"),
         inputs=blocks.layer_inputs if inputs else None,
         tied=config.get("tie_word_embeddings", bool, True),
     )

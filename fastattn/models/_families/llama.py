@@ -216,7 +216,7 @@ def llama(source: Source) -> Decoder | Encoder:
         eps=family.eps,
         activation=activation,
         biased=_biased(source, family),
-        softcap=caps[0] or 0.0,
+        modifiers={"softcap": caps[0] or 0.0},
         **({} if family.experts is None else family.experts(source)),
     )
     layers, growth = blocks.num_layers, None
@@ -266,7 +266,7 @@ def llama(source: Source) -> Decoder | Encoder:
     if family.multiplied:
         return multiplied(names, blocks, **each)
     tied = config.get("tie_word_embeddings", bool, family.tied)
-    return read_decoder(names, blocks, **each, query_growth=growth, softcap=caps[1], tied=tied)
+    return read_decoder(names, blocks, **each, query_growth=growth, logits_cap=caps[1], tied=tied)
 
 
 def multiplied(names: ModelNames, blocks: Blocks, **how: Any) -> Decoder:

@@ -156,7 +156,7 @@ def read_decoder(
     max_length: int | None = None,
     token_scale: float = 1.0,
     frequencies: Callable[[], tuple[Frequencies, ...]] | None = None,
-    softcap: float | None = None,
+    logits_cap: float | None = None,
     logit_scale: float = 1.0,
     query_growth: QueryGrowth | None = None,
     inputs: Callable[[], LayerInputs] | None = None,
@@ -167,7 +167,7 @@ def read_decoder(
     Positions are a table of `max_length`, or rotary with what `frequencies` returns, by default the first of
     it. Tokens' vectors are times `token_scale`; in a `tied` model they are the weight of the output layer,
     too, unless the file has another. Logits are times `logit_scale`, which the last norm has, and kept within
-    `softcap`. With `query_growth`, queries are rotated by separate tables, after all others. `inputs`
+    `logits_cap`. With `query_growth`, queries are rotated by separate tables, after all others. `inputs`
     reads those of the blocks.
     """
     source, precision = blocks.source, blocks.source.precision
@@ -209,7 +209,7 @@ def read_decoder(
             windows=all_windows,
             logits=build("model", [NormStep(X, "normed", *norm), last]),
             stop=stop_ids(config, source.folder),
-            softcap=softcap,
+            logits_cap=logits_cap,
             query_growth=query_growth,
         )
 
