@@ -10,9 +10,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fastattn
-from fastattn._bench.cases import STRUCTURES, VARIANTS, Array, Shape, combine, make_inputs, pairs
+from fastattn._bench.cases import (
+    STRUCTURES,
+    VARIANTS,
+    Array,
+    Shape,
+    combine,
+    make_inputs,
+    pairs,
+    plain_attention,
+)
 from fastattn._engine import settings
-from fastattn.masks import Mask
 
 # Lengths around the sizes of vectors and tiles, and 0.
 LENGTHS = (0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 129, 257)
@@ -98,54 +106,6 @@ def distance(a: Array, b: Array) -> float:
     with np.errstate(invalid="ignore"):
         difference = np.where(a == b, 0, np.abs(a - b))
     return float(np.where(np.isnan(difference), np.inf, difference).max(initial=0))
-
-
-@np.errstate(all="ignore")
-def plain_attention(
-    q: Array, k: Array, v: Array, *, dtype: Any, mask: Any = None, bias: Any = None, causal: bool = False,
-    window: tuple[int, int] | None = None, scale: float | None = None, softcap: float | None = None,
-    alibi_slopes: Any = None, kv_lengths: Any = None, q_offset: Any = None, row_ranges: Any = None,
-    sinks: Any = None,
-) -> tuple[Array, Array]:  # fmt: skip
-    """Out and lse by definition, dense: q is (..., H, Lq, D), k and v are (..., Hkv, Lk, D or Dv).
-
-    With a `dtype` below float64 it is the plain computation from which error bounds are derived: matrix
-    products in float32; scores, probabilities and output rounded to the dtype.
-    """
-    dtype = np.dtype(dtype)
-    work: Any = dtype.type if dtype in (np.float64, np.longdouble) else np.float32
-    (*batch, num_heads, len_q, _), len_k = q.shape, k.shape[-2]
-    heads = np.arange(num_heads) // (num_heads // k.shape[-3])
-    length = np.asarray(len_k if kv_lengths is None else kv_lengths)
-    offset = length - len_q if q_offset is None else q_offset
-    key, position = np.arange(len_k), np.asarray(offset)[..., None, None, None] + np.arange(len_q)[:, None]
-    attend = key < length[..., None, None, None]
-    if causal:
-        attend = attend & (key <= position)
-    if window is not None:
-        attend = attend & (key >= position - window[0]) & (key <= position + window[1])
-    if row_ranges is not None:
-        attend = attend & (key >= row_ranges[0][..., None]) & (key < row_ranges[1][..., None])
-    if isinstance(mask, Mask):
-        mask = mask.to_array(len_q, len_k, batch_shape=tuple(batch), num_heads=num_heads, q_offset=q_offset)
-    if mask is not None:
-        attend = attend & mask
-    scores = q.astype(work) @ k.astype(work)[..., heads, :, :].swapaxes(-1, -2)
-    scores *= work(q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap:
-        scores = work(softcap) * np.tanh(scores / work(softcap))
-    if bias is not None:
-        scores, attend = scores + bias.astype(work), attend & (bias != -np.inf)
-    if alibi_slopes is not None:
-        scores = scores - np.asarray(alibi_slopes, work)[..., None, None] * abs(position - key).astype(work)
-    scores = np.where(attend, scores.astype(dtype).astype(work), -np.inf)
-    sink = np.asarray(-np.inf if sinks is None else sinks, work)[..., None]
-    row_max = np.maximum(scores.max(-1, initial=-np.inf), sink)
-    row_max[row_max == -np.inf] = 0
-    probs = np.exp(scores - row_max[..., None])
-    row_sum = probs.sum(-1) + np.exp(sink - row_max)
-    probs = np.where(row_sum[..., None] > 0, probs / row_sum[..., None], 0).astype(dtype).astype(work)
-    return (probs @ v.astype(work)[..., heads, :, :]).astype(dtype), row_max + np.log(row_sum)
 
 
 def main(n: int, seed: int) -> int:

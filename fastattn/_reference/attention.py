@@ -17,9 +17,9 @@ import numpy as np
 
 from fastattn._args.blocks import BLOCK, blocks
 from fastattn._args.key_ranges import closed, places
-from fastattn._args.types import AXES, Array, AttentionArgs, lane_dtype
-from fastattn._args.values import float_array, require_broadcast
+from fastattn._args.types import ARRAYS_OF_HEADS, AXES, Array, AttentionArgs, lane_dtype
 from fastattn._reference import philox
+from fastattn._reference.modifiers import Scores
 
 # Scores of a tile: 1 MB in float32, which stays in the second-level cache between the passes over it.
 TILE_SCORES = 2**18
@@ -104,7 +104,7 @@ def sequences(args: AttentionArgs) -> Iterator[AttentionArgs]:
     bounds = list(zip(*(pairwise(begins.tolist()) for begins in args.begins), strict=True))
     of_heads = {
         name: np.broadcast_to(x, (len(bounds), x.shape[-1]))
-        for name in ("sinks", "alibi_slopes")
+        for name in ARRAYS_OF_HEADS
         if (x := getattr(args, name)) is not None
     }
     for i, ((q0, q1), (k0, k1)) in enumerate(bounds):
@@ -138,38 +138,37 @@ class Call:
         }
 
 
-class Task:
+class Task(Scores):
     """A block of query rows of one KV head of one batch item; its arrays are (group, rows, ...)."""
 
     def __init__(self, call: Call, b: tuple[int, ...], h: int, rows: slice) -> None:
         self.call = call
-        heads: Any = (*b, slice(h * call.group, (h + 1) * call.group))
         self.batch, self.h_kv = b, h
-        self.where: Any = (*heads, rows)
+        self.where = (*b, slice(h * call.group, (h + 1) * call.group), rows)
         self.rows = np.arange(rows.start, rows.stop)
-
-        def part(name: str) -> Any:
-            if (x := call.arrays.get(name)) is None:
-                return None
-            axes = AXES[name]
-            if axes[:1] == ("heads_kv",):
-                return x[(*b, h)]
-            return x[self.where if "len_q" in axes else heads if axes else b]
-
-        self.q = np.ascontiguousarray(part("q"), dtype=call.dtype)
-        self.k, self.v = part("k"), part("v")
-        scales = part("k_scale"), part("v_scale")
+        self.q = np.ascontiguousarray(self.part("q"), dtype=call.dtype)
+        self.k, self.v = self.part("k"), self.part("v")
+        scales = self.part("k_scale"), self.part("v_scale")
         self.k_scale, self.v_scale = (None if x is None else x[:, None] for x in scales)
-        self.begin, self.end = part("row_begin"), part("row_end")
-        self.first, self.last = part("range_first"), part("range_last")
-        self.mask, self.bias = part("mask"), part("bias")
-        sinks, self.slopes, position = part("sinks"), part("alibi_slopes"), part("q_position")
+        self.begin, self.end = self.part("row_begin"), self.part("row_end")
+        self.first, self.last = self.part("range_first"), self.part("range_last")
+        self.mask, self.bias = self.part("mask"), self.part("bias")
+        sinks, position = self.part("sinks"), self.part("q_position")
         # -inf, which weighs nothing, without sinks
         self.sinks = np.full(self.q.shape[:2], -np.inf, call.dtype)
         if sinks is not None:
             self.sinks[:] = sinks[:, None]
         if position is not None:
             self.position = position + self.rows[:, None]
+
+    def part(self, name: str) -> Any:
+        """The task's own part of an array of the call, or None."""
+        if (x := self.call.arrays.get(name)) is None:
+            return None
+        axes = AXES[name]
+        if axes[:1] == ("heads_kv",):
+            return x[(*self.batch, self.h_kv)]
+        return x[self.where if "len_q" in axes else self.where[:-1] if axes else self.batch]
 
     def keys(self) -> slice:
         """The keys from the first that some row may attend to the last; keys outside are never read."""
@@ -225,62 +224,6 @@ class Task:
             keys = slice(max(begin, every.start), min(begin + block_k, every.stop))
             if (allowed := self.allowed(keys)) is not False:
                 yield keys, allowed
-
-    def scores(self, keys: slice, allowed: Any) -> Array:
-        """Scores (group, rows, keys), modified in this order: scale, softcap, bias, ALiBi, masks."""
-        dtype, softcap = self.call.dtype, self.call.args.softcap
-        scores = self.products(keys)
-        scores *= self.call.args.scale  # scaling q instead would add its rounding to that of the product
-        if softcap:
-            scores /= softcap
-            np.tanh(scores, out=scores)
-            scores *= softcap
-        if self.call.score_mod is not None:
-            scores = self.modified(scores, keys)
-        finite = None
-        if self.bias is not None:
-            finite = scores != -np.inf
-            scores += self.bias[..., keys].astype(dtype)
-        if self.slopes is not None:
-            scores -= self.slopes[:, None, None] * abs(
-                self.position - np.arange(keys.start, keys.stop)
-            ).astype(dtype)
-        if finite is not None:  # a finite bias never masks, even if the sum overflows; NaN stays NaN
-            np.maximum(scores, np.finfo(dtype).min, out=scores, where=finite)
-        if allowed is not True:
-            np.copyto(scores, -np.inf, where=~allowed)
-        return scores
-
-    def slopes_of_scores(self, keys: slice) -> Array | None:
-        """Derivatives of scores, before biases, by scaled products, (group, rows, keys); None: they are 1."""
-        return self.softcap_slopes(keys)[0] if self.call.args.softcap else None
-
-    def softcap_slopes(self, keys: slice) -> tuple[Array, Array]:
-        """Derivatives of ``softcap * tanh(x / softcap)`` by x and by the cap, (group, rows, keys).
-
-        The first is ``1 - tanh**2`` with all its digits. From 400 on it is 0, and infinity would make NaN.
-        """
-        a = self.call.args
-        scaled = np.clip(self.products(keys) * self.call.dtype.type(a.scale / a.softcap), -400, 400)
-        e = np.exp(-2 * abs(scaled))
-        slope: Array = 4 * e / (1 + e) ** 2
-        return slope, np.tanh(scaled) - scaled * slope
-
-    def modified(self, scores: Array, keys: slice) -> Array:
-        """Return what `score_mod` makes of scores (group, rows, keys)."""
-        return self.checked(self.call.score_mod, (scores,), keys)
-
-    def checked(self, function: Any, arrays: tuple[Array, ...], keys: slice) -> Array:
-        """Result of a caller's function on arrays (group, rows, keys), with their shape."""
-        call = self.call
-        b = int(np.ravel_multi_index(self.batch, call.args.batch_shape)) if self.batch else 0
-        h = self.h_kv * call.group + np.arange(call.group)[:, None, None]
-        found = function(*arrays, b, h, self.position, np.arange(keys.start, keys.stop))
-        mod = "score_mod" if len(arrays) == 1 else "score_mod_backward"
-        name = f"what {mod} returns"
-        found = float_array(name, found)
-        require_broadcast(name, found.shape, arrays[0].shape, "(group, rows, keys)")
-        return np.array(np.broadcast_to(found, arrays[0].shape), call.dtype)
 
     def attend(self, block_k: int) -> tuple[Array, Array, Array]:
         """Result (group, rows, head_dim_v), then base and row_sum (group, rows, 1).

@@ -150,36 +150,6 @@ class BackwardTask(Task):
         most = np.minimum(0.5, 4 * np.finfo(dtype).eps * np.maximum(1, abs(lse)))
         return np.where(abs(total - 1) <= most, 1 / total, 1).astype(dtype)
 
-    def of_scores(self, dscores: Array, keys: slice) -> Array:
-        """Gradient of the scores that `score_mod` got, by `score_mod_backward`."""
-        scores = self.products(keys) * self.call.dtype.type(self.call.args.scale)
-        return self.checked(self.call.score_mod_backward, (dscores, scores), keys)
-
-    def add_modifiers(self, args: BackwardArgs, keys: slice, dscores: Array) -> None:
-        """Add what dscores (group, rows, keys), behind all modifiers, make of the gradients of these."""
-        forward, heads, rows = args.attention, self.where[:-1], self.where[-1]
-        if args.dbias is not None:
-            add_to(args.dbias, self.batch, (heads[-1], rows, keys), dscores)
-        if args.dbias_diagonals is not None:
-            n_rows, n_keys = dscores.shape[1:]
-            first = keys.start - rows.stop + forward.len_q  # of j - i + len_q - 1
-            sums = np.zeros((len(dscores), n_rows + n_keys - 1), dscores.dtype)
-            for r in range(n_rows):
-                sums[:, n_rows - 1 - r : n_rows - 1 - r + n_keys] += dscores[:, r]
-            diagonals = slice(first, first + sums.shape[1])
-            add_to(
-                args.dbias_diagonals[..., None, :],
-                self.batch,
-                (heads[-1], slice(None), diagonals),
-                sums[:, None],
-            )
-        if args.dalibi_slopes is not None:
-            distance = abs(self.position - np.arange(keys.start, keys.stop))
-            args.dalibi_slopes[heads] -= (dscores * distance).sum(axis=(-1, -2), dtype=float)
-        if args.dsoftcap is not None:
-            terms = np.where(dscores == 0, 0, dscores * self.softcap_slopes(keys)[1])
-            args.dsoftcap[heads] += terms.sum(axis=(-1, -2), dtype=float)
-
 
 def _exp_from(scores: Array, lse: Array) -> Array:
     """exp(scores - lse), 0 in rows that attend nothing."""
@@ -209,15 +179,3 @@ def weighted(weights: Array, x: Array, allowed: Any = ...) -> Array:
         some: Array = weights[:, j, None] != 0 if allowed is ... else allowed[:, j, None]
         product += np.where(some, weights[:, j, None] * x[j], 0)
     return product
-
-
-def add_to(to: Array, batch: tuple[int, ...], where: tuple[slice, ...], x: Array) -> None:
-    """to[batch, where] += x (group, rows, keys), summed over axes that `to` does not have, or has once."""
-    lengths = to.shape[:-3]
-    own = batch[len(batch) - len(lengths) :]
-    single = tuple(i for i in range(3) if to.shape[i - 3] == 1)
-    index: Any = (
-        *(0 if n == 1 else b for n, b in zip(lengths, own, strict=True)),
-        *(slice(None) if i in single else place for i, place in enumerate(where)),
-    )
-    to[index] += x.sum(axis=single, keepdims=True) if single else x

@@ -16,7 +16,7 @@ from fastattn._args.types import AXES, Array, ArrayLike, AttentionArgs, Ints, Un
 from fastattn._args.values import float_array, integer, require_broadcast
 from fastattn._args.variants import variant_args
 from fastattn._engine import dispatch
-from fastattn._reference.backward import add_to
+from fastattn._reference.modifiers import add_to
 from fastattn.functional._composed_gradients import ComposedGradients, cotangents, shown
 from fastattn.functional._differentiable import Steps, differentiable
 
