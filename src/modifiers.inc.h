@@ -131,7 +131,8 @@ enum { BY_ALIBI, BY_CAP, N_HEAD_SUMS };
 
 INLINE const fa_array *head_sum(const fa_modifier_gradients *to, int i)
 {
-    return i == BY_ALIBI ? &to->dalibi_slopes : &to->dsoftcap;
+    const fa_array *const all[] = {[BY_ALIBI] = &to->dalibi_slopes, [BY_CAP] = &to->dsoftcap};
+    return all[i];
 }
 
 INLINE int has_head_sums(const fa_modifier_gradients *to)

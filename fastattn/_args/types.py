@@ -82,9 +82,6 @@ AXES = {
     "q_position": (),
 }
 ARRAYS_OF_HEADS = tuple(name for name, axes in AXES.items() if axes == ("heads_q",))
-# Options that are one number, and all whose gradients are a sum for each head; of a number, over all heads.
-OF_NUMBERS = ("softcap",)
-OF_HEADS = (*ARRAYS_OF_HEADS, *OF_NUMBERS)
 
 
 class ModifiersArgs(NamedTuple):
@@ -102,6 +99,11 @@ class ModifiersArgs(NamedTuple):
         """Set them in `args`."""
         for name, x in zip(self._fields, self, strict=True):
             setattr(args, name, x)
+
+
+# Options whose gradients are a sum for each head; those of numbers are then summed over the heads.
+OF_NUMBERS = tuple(name for name in ModifiersArgs._fields if name != "scale")
+OF_HEADS = (*ARRAYS_OF_HEADS, *OF_NUMBERS)
 
 
 @dataclass(init=False, eq=False)

@@ -203,7 +203,7 @@ class AttentionParameters(Layer):
         widths = self.kdim or self.embed_dim, self.vdim or self.embed_dim
         self._stacked = not self.query_only and widths == (self.embed_dim, self.embed_dim)
         names = ("window", *ModifiersArgs._fields, "alibi_slopes")
-        self._options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        self._options = {name: x for name in names if (x := getattr(self, name, None)) is not None}
         nothing = np.empty((1, heads, 0, self._head_dim), lane_of(self.weights_dtype))
         self._modifiers = ModifiersArgs.of(attention_args(nothing, nothing, nothing, **self._options))
         if self.rope is not None:
