@@ -141,6 +141,8 @@ class Call:
 class Task(Scores):
     """A block of query rows of one KV head of one batch item; its arrays are (group, rows, ...)."""
 
+    call: Call
+
     def __init__(self, call: Call, b: tuple[int, ...], h: int, rows: slice) -> None:
         self.call = call
         self.batch, self.h_kv = b, h

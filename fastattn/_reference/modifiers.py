@@ -13,13 +13,12 @@ from fastattn._args.values import float_array, require_broadcast
 
 if TYPE_CHECKING:
     from fastattn._args.types import Array, BackwardArgs
-    from fastattn._reference.attention import Call
 
 
 class Scores:
     """The scores of a block of query rows: what a `Task` does with those before softmax."""
 
-    call: Call
+    call: Any  # the `Call`
     batch: tuple[int, ...]
     h_kv: int
     where: Any  # (*batch, heads, rows)
