@@ -20,8 +20,8 @@
 
 /* Of one head. */
 typedef struct {
-    lane *dout_t, *dq_t;    /* dO^T (head_dim_v, BLOCK_Q), dQ^T (head_dim, BLOCK_Q) */
-    lane *delta, *of_own;   /* (BLOCK_Q) */
+    lane *dout_t, *dq_t;  /* dO^T (head_dim_v, BLOCK_Q), dQ^T (head_dim, BLOCK_Q) */
+    lane *delta, *of_own; /* (BLOCK_Q) */
     row_copy q, dout;
 } head_gradients;
 
@@ -169,8 +169,8 @@ static void talking_slopes(const fa_rowwise_args *forward, int nv, const modifie
         any_outer(nv, n, &product);
     }
     for (int64_t g = 0; g < heads; g++)
-        through_slopes(nv, mods, n, before + g * HEAD_PITCH, scratch->dprobs + g * HEAD_PITCH,
-                       scratch->heads[g].of_own, scratch->dprobs + g * HEAD_PITCH);
+        through_slopes(nv, mods, n, before + g * HEAD_PITCH, scratch->dprobs + g * HEAD_PITCH, scratch->heads[g].of_own,
+                       scratch->dprobs + g * HEAD_PITCH);
 }
 
 /* The last pass over n keys from j0 on. */
