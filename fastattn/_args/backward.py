@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ OF_OPTIONS = ("bias", *OF_HEADS, "scale")
 # Arguments that have no gradient of their own.
 _SAVED = ("dout", "out", "lse", "dlse")
 _UNGIVEN = ("scale", "state", "gamma")  # have a default that has a gradient
+_SIZES = {f"d{name}": attrgetter(*AXES[name]) for name in ("q", "k", "v")}
 _OF_ALL = ("heads_q", "heads_q")
 _AXES = {**AXES, "weight": ("heads_q", "head_dim"), "pre": _OF_ALL, "post": _OF_ALL}
 
@@ -243,13 +245,15 @@ def _result(
 
 def gradient_shape(args: AttentionArgs, name: str) -> Shape:
     """The shape of what the kernels leave of a gradient."""
+    if name in _SIZES:
+        sizes: Shape = _SIZES[name](args)
+        return sizes if args.begins is not None else args.batch_shape + sizes
     bias: Any = args.bias
     if name == "dbias":
         return bias.shape  # type: ignore[no-any-return]
     if name == "dbias_diagonals":
         return (*bias.shape[:-2], max(0, args.len_q + args.len_k - 1))
-    batch = () if name in ("dq", "dk", "dv") and args.begins is not None else args.batch_shape
-    return (*batch, *(getattr(args, axis) for axis in _AXES.get(name[1:], ("heads_q",))))
+    return (*args.batch_shape, *[getattr(args, axis) for axis in _AXES.get(name[1:], ("heads_q",))])
 
 
 def _room(backward: BackwardArgs, name: str, result: Any) -> _Wanted:

@@ -42,7 +42,7 @@ def varlen_args(
         came = f"cu_seqlens_q is of {len(begins_q) - 1} sequences and cu_seqlens_k of {len(begins_k) - 1}"
         raise ValueError(f"(): {came}; expected the same number")
     _require_shapes(arrays)
-    of_heads = {name: options.pop(name, None) for name in ARRAYS_OF_HEADS}
+    of_heads = [(name, options.pop(name)) for name in ARRAYS_OF_HEADS if name in options]
     causal = flag("causal", causal)
     left, right = window_sides(window)
     by_head: dict[str, Any] = {
@@ -63,7 +63,7 @@ def varlen_args(
     args.batch_shape, args.begins = (n_sequences,), (begins_q, begins_k)
     offset = np.diff(begins_k) - np.diff(begins_q)  # the last query is at the last key
     heads = (n_sequences, args.heads_q)
-    for name, x in of_heads.items():
+    for name, x in of_heads:
         if x is not None:
             setattr(args, name, head_values(name, x, heads, lane, copies))
     if args.has_distances:
