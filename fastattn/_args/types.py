@@ -90,16 +90,6 @@ class ModifiersArgs(NamedTuple):
     scale: float
     softcap: float = 0.0
 
-    @classmethod
-    def of(cls, args: AttentionArgs) -> ModifiersArgs:
-        """Modifiers of a checked call."""
-        return cls(*(getattr(args, name) for name in cls._fields))
-
-    def put(self, args: AttentionArgs) -> None:
-        """Set them in `args`."""
-        for name, x in zip(self._fields, self, strict=True):
-            setattr(args, name, x)
-
 
 # Options whose gradients are a sum for each head; those of numbers are then summed over the heads.
 OF_NUMBERS = tuple(name for name in ModifiersArgs._fields if name != "scale")

@@ -1,7 +1,7 @@
 """Shapes and variants of attention, defined once for the tests, the self-test and the bench.
 
 A variant is a function ``(shape, rng) -> dict`` that returns keyword arguments for `fastattn.attention`.
-`combine` merges the arguments of several variants into one call; `plain_attention` defines what it returns.
+`combine` merges the arguments of several variants into one call; `definition` is of its result.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def pairs() -> list[tuple[str, str]]:
 
 
 @np.errstate(all="ignore")
-def plain_attention(
+def definition(
     q: Array, k: Array, v: Array, *, dtype: Any, mask: Any = None, bias: Any = None, causal: bool = False,
     window: tuple[int, int] | None = None, scale: float | None = None, softcap: float | None = None,
     alibi_slopes: Any = None, kv_lengths: Any = None, q_offset: Any = None, row_ranges: Any = None,

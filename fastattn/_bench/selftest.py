@@ -10,16 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fastattn
-from fastattn._bench.cases import (
-    STRUCTURES,
-    VARIANTS,
-    Array,
-    Shape,
-    combine,
-    make_inputs,
-    pairs,
-    plain_attention,
-)
+from fastattn._bench.cases import STRUCTURES, VARIANTS, Array, Shape, combine, definition, make_inputs, pairs
 from fastattn._engine import settings
 
 # Lengths around the sizes of vectors and tiles, and 0.
@@ -71,8 +62,8 @@ class Bound(NamedTuple):
     def of(cls, case: Case) -> Bound:
         q, _, v = case.inputs
         wider = np.longdouble if q.dtype == np.float64 else np.float64
-        out, lse = plain_attention(*case.inputs, dtype=wider, **case.options)
-        plain_out, plain_lse = plain_attention(*case.inputs, dtype=q.dtype, **case.options)
+        out, lse = definition(*case.inputs, dtype=wider, **case.options)
+        plain_out, plain_lse = definition(*case.inputs, dtype=q.dtype, **case.options)
         lse_dtype = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
         out_error = allowed(plain_out, out, epsilon(q.dtype) * largest(v))
         return cls(out, lse, out_error, allowed(plain_lse, lse, epsilon(lse_dtype) * max(1, largest(lse))))

@@ -316,7 +316,8 @@ class AttendStep(Step):
             args.batch_shape, args.begins = (call.batch,), (call.begins, call.begins)
         if scales:
             args.k_scale, args.v_scale = scales
-        self.modifiers.put(args)
+        for name, x in self.modifiers._asdict().items():
+            setattr(args, name, x)
         args.sinks = self.sinks
         args.row_begin, args.row_end = call.ranges[self.ranges]
         if self.bias is not None:

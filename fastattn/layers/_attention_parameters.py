@@ -205,7 +205,8 @@ class AttentionParameters(Layer):
         names = ("window", *ModifiersArgs._fields, "alibi_slopes")
         self._options = {name: x for name in names if (x := getattr(self, name, None)) is not None}
         nothing = np.empty((1, heads, 0, self._head_dim), lane_of(self.weights_dtype))
-        self._modifiers = ModifiersArgs.of(attention_args(nothing, nothing, nothing, **self._options))
+        args = attention_args(nothing, nothing, nothing, **self._options)
+        self._modifiers = ModifiersArgs(*(getattr(args, name) for name in ModifiersArgs._fields))
         if self.rope is not None:
             _computation.require("rope", self.rope, Rope, "a Rope, Rope(frequencies)")
             rotated = 2 * len(self.rope.frequencies.inv_freq)

@@ -43,14 +43,10 @@ static fa_array for_all(const fa_attention_args *a, fa_array x)
 static int run_backward(const fa_kernels *kernels, int again, int wide)
 {
     fa_backward_args of_run = backward_now.args[wide], *call = &of_run;
-    fa_array *const each[] = {&call->dq,
-                              &call->dk,
-                              &call->dv,
-                              &call->dbias,
-                              &call->dbias_diagonals,
-                              &call->dmods.dalibi_slopes,
-                              &call->dmods.dsoftcap,
-                              &call->dsinks};
+    fa_modifier_gradients *dmods = &call->dmods;
+    fa_array *const each[] = {
+        &call->dq,        &call->dk,    &call->dv, &call->dbias, &call->dbias_diagonals, &dmods->dalibi_slopes,
+        &dmods->dsoftcap, &call->dsinks};
     FOR(n, n_results) if (results[n].there) * each[n] = results[n].got[again];
     const fa_attention_args *a = &call->attention;
     const int64_t heads = a->batch * a->heads_q;

@@ -15,13 +15,9 @@ static int run_rowwise_backward(const fa_kernels *kernels, int again, int wide)
 {
     fa_rowwise_backward_args call = rowwise_backward_now[wide];
     const fa_attention_args *a = &call.forward.attention;
-    fa_array *const each[] = {&call.dq,
-                              &call.dk,
-                              &call.dv,
-                              &call.dbias,
-                              &call.dbias_diagonals,
-                              &call.dmods.dalibi_slopes,
-                              &call.dmods.dsoftcap};
+    fa_modifier_gradients *dmods = &call.dmods;
+    fa_array *const each[] = {
+        &call.dq, &call.dk, &call.dv, &call.dbias, &call.dbias_diagonals, &dmods->dalibi_slopes, &dmods->dsoftcap};
     double *data[N_SHARED + 3];
     fa_rowwise_backward_plan p;
     if (a->len_q == 0) return 1; /* there is nothing to run */
