@@ -163,15 +163,6 @@ class Task(Scores):
         if position is not None:
             self.position = position + self.rows[:, None]
 
-    def part(self, name: str) -> Any:
-        """The task's own part of an array of the call, or None."""
-        if (x := self.call.arrays.get(name)) is None:
-            return None
-        axes = AXES[name]
-        if axes[:1] == ("heads_kv",):
-            return x[(*self.batch, self.h_kv)]
-        return x[self.where if "len_q" in axes else self.where[:-1] if axes else self.batch]
-
     def keys(self) -> slice:
         """The keys from the first that some row may attend to the last; keys outside are never read."""
         if not self.call.ranged:

@@ -5,14 +5,12 @@ Words are those of `attention.py`. Where no shape is named, arrays are (group, r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from fastattn._args.types import AXES, Array, BackwardArgs
 from fastattn._args.values import float_array, require_broadcast
-
-if TYPE_CHECKING:
-    from fastattn._args.types import Array, BackwardArgs
 
 
 class Scores:
@@ -26,8 +24,13 @@ class Scores:
     position: Array  # of the rows, (rows, 1), with `has_distances`
 
     def part(self, name: str) -> Any:
-        """The task's own part of an array of the call."""
-        raise NotImplementedError
+        """The task's own part of an array of the call, or None."""
+        if (x := self.call.arrays.get(name)) is None:
+            return None
+        axes = AXES[name]
+        if axes[:1] == ("heads_kv",):
+            return x[(*self.batch, self.h_kv)]
+        return x[self.where if "len_q" in axes else self.where[:-1] if axes else self.batch]
 
     def products(self, keys: slice) -> Array:
         """q @ k.T."""
