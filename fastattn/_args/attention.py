@@ -299,7 +299,8 @@ def _add_ranges(
     windowed = left is not None or right is not None
     ranges: list[key_ranges.Range] = []
 
-    positional = causal or windowed or args.has_distances or structure is not None
+    distances = args.has_distances
+    positional = causal or windowed or distances or structure is not None
     length, offset = lengths_of(kv_lengths, q_offset, batch_shape, len_q, len_k, positional)
     if kv_lengths is not None:
         ranges.append(key_ranges.lengths(length))
@@ -318,7 +319,7 @@ def _add_ranges(
         if lists is not None:
             args.ranges, args.range_first, args.range_last = lists.ranges, lists.first, lists.last
     args.row_begin, args.row_end = key_ranges.intersect(ranges, len_k)
-    if args.has_distances:
+    if distances:
         args.q_position = offset
 
 
