@@ -28,10 +28,10 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
     const int64_t width = a->head_dim_v, bytes = (bf16 ? padded_v(width) : width) * (int64_t)sizeof(lane);
     if (block->checked) return;
     block->checked = 1;
-    if (bf16 && !in_a_row(&a->v, block->first, block->n)) /* load_block has copied them */
-        find_bad_rows(FA_BF16, (const char *)scratch->listed, width * 2, block->n, width, bad);
-    else if (bf16) find_bad_rows(FA_BF16, at_key(&a->v, rows, block->first), a->v.row, block->n, width, bad);
-    else find_bad_rows(LANE_DTYPE, block->v, block->v_row, block->n, width, bad);
+    int64_t v_row = block->v_row;
+    const char *v = bf16 ? key_rows(&a->v, rows, block->first, block->n, width, scratch->listed, &v_row) : block->v;
+    if (bf16) find_bad_rows(FA_BF16, v, v_row, block->n, width, bad);
+    else find_bad_rows(LANE_DTYPE, v, v_row, block->n, width, bad);
     if (!bad->n) return;
     if (!bf16) {
         copy_good_rows(bad, block->v, block->v_row, block->n, bytes, (char *)scratch->clean);
@@ -398,7 +398,7 @@ INLINE void tile_attend_as(const fa_attention_args *a, int bf16, const row_block
             const int64_t j0 = larger(tile->rows.first, walk.begin), end = smaller(tile->rows.last, walk.end);
             const key_run run = masked_run(a, &tile->rows, key_step(bf16), j0, end - j0);
             if (run.mask == BLOCK_EMPTY) continue;
-            const int listed = a->k.blocks && !(V_AMX && bf16);
+            const int listed = keys_are_listed(a) && !(V_AMX && bf16);
             if (listed) scratch->ahead = keys_after(a, all, walk.next, walk.last, i, tiles, scratch->next);
             else if (walk.next < walk.last) prefetch_block(a, all, &scratch->copy, walk.next, walk.last, i, tiles);
             else if (scratch->later.n) prefetch_task(a, &scratch->later, i, tiles);

@@ -156,7 +156,7 @@ def class_of(struct):
 
 # What the .pxi files set.
 BY_HAND = {
-    "fa_attention_args": ("sigmoid_bias",),
+    "fa_attention_args": ("k", "v", "k_scale", "v_scale", "sigmoid_bias"),
     "fa_backward_args": ("dbias", "dbias_diagonals"),
     "fa_conv_args": ("x", "begins"),
     "fa_deformable_args": ("levels",),
@@ -212,7 +212,7 @@ class Fill:
 
     def fill(self, struct, of, path, args, indent):
         """Add the lines of a struct, from the object `args` of a class."""
-        fields, own = self.known[struct], self.objects[of]
+        fields, own, by_hand = self.known[struct], self.objects[of], BY_HAND.get(struct, ())
         for name, kind, _ in fields:
             value = f"{NAMED[kind]}[{args}.{name}]" if kind in NAMED else f"{args}.{name}"
             if name in own and (kind in NAMED or (kind in NUMBERS and "None" not in own[name])):
@@ -220,10 +220,10 @@ class Fill:
         self.count += sum(kind == "fa_array" for _, kind, _ in fields)
         for name, kind, spec in fields:
             number = kind in NAMED or (kind in NUMBERS and "None" not in own.get(name, ""))
-            elsewhere = kind in self.known or name in BY_HAND.get(struct, ())
+            elsewhere = kind in self.known or name in by_hand
             if name in own and not (self.checked(spec) or number or elsewhere):
                 raise SystemExit(f"{struct}: nothing fills {name}, {kind}: see SPEC, NUMBERS and BY_HAND")
-        arrays = [(name, kind, spec) for name, kind, spec in fields if spec and name in own]
+        arrays = [x for x in fields if x[2] and x[0] in own and x[0] not in by_hand]
         guards = {spec[4] for _, _, spec in arrays}
         alone = [name for name, _, spec in arrays if name in guards or spec[1] == "float"]
         for guard, some in groupby(arrays, lambda x: x[2][4] or x[0] * (x[0] in alone)):

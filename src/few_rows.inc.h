@@ -273,12 +273,12 @@ INLINE void few_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     if (kind & BLOCK_EMPTY) return;
     const score_tile scores = {rows, NULL, j0, n, kind, scratch->s, scratch->add};
 
-    const int listed = a->k.blocks != NULL;
-    if (listed) prefetch_keys(&a->v, rows, j0, n, width);
+    const int in_place = in_a_row(&a->k, j0, n);
+    if (!in_place) prefetch_keys(&a->v, rows, j0, n, width);
     few_score_product product = {.n = n, .q = scratch->q};
     product.k = key_rows(&a->k, rows, j0, n, a->head_dim, scratch->listed_k, &product.k_row);
     product.head_dim = a->head_dim, product.depth = scratch->depth, product.s = scratch->s;
-    if (!listed && !a->stats.second_pass) product.next = (fetch_ahead){at_key(&a->v, rows, j0), a->v.row, width * size};
+    if (in_place && !a->stats.second_pass) product.next = (fetch_ahead){at_key(&a->v, rows, j0), a->v.row, width * size};
 #define SCORES(nr) few_scores(dtype, nr, &product, r)
     IN_FOURS_TWOS_ONES(rows, r, SCORES);
 #undef SCORES
@@ -315,8 +315,8 @@ INLINE void few_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     values.n = n, values.head_dim_v = width, values.probs = scratch->s, values.alpha = alpha;
     if (dtype == FA_I8) values.probs = scaled_probs(rows, n, scratch, scratch->add); /* which is free by now */
     values.acc = part->acc, values.acc_row = part->acc_row;
-    if (listed) prefetch_keys(&a->k, rows, j0 + n, smaller(n, a->len_k - j0 - n), a->head_dim);
-    else if (j0 + 2 * n <= a->len_k)
+    if (!in_place) prefetch_keys(&a->k, rows, j0 + n, smaller(n, a->len_k - j0 - n), a->head_dim);
+    else if (j0 + 2 * n <= a->len_k && in_a_row(&a->k, j0 + n, n))
         values.next = (fetch_ahead){at_key(&a->k, rows, j0 + n), a->k.row, a->head_dim * size};
 #define VALUES(nr) few_accumulate(dtype, nr, &values, r)
     IN_FOURS_TWOS_ONES(rows, r, VALUES);

@@ -267,8 +267,9 @@ INLINE const char *rows_as_lanes(const fa_array *x, const fa_array *scale, const
     const int in_place = lies_well(x, width, n) && in_a_row(x, first, n);
     if (dtype_size(x->dtype) == sizeof(lane) && in_place) return at_key(x, rows, first);
     *row_bytes = width * (int64_t)sizeof(lane);
-    for (int64_t j = 0; !there && j < n; j++)
-        load_row(x->dtype, at_key(x, rows, first + j), width, scale_of(scale, rows, first + j), copy + j * width);
+    if (there) return (const char *)copy;
+    EACH_KEY(x, rows, first, n, j, from)
+    load_row(x->dtype, from, width, scale_of(scale, rows, first + j), copy + j * width);
     return (const char *)copy;
 }
 
@@ -306,12 +307,14 @@ INLINE const char *rows_as_pairs(const fa_array *x, const row_block *rows, int64
 #endif
     *row_bytes = copies ? padded * 2 : x->row;
     if (!copies) return from;
-    for (int64_t r = 0; !there && r < n; r++) {
-        char *row = (char *)copy + r * *row_bytes;
-        memcpy(row, at_key(x, rows, first + r), width * 2);
-        memset(row + width * 2, 0, (padded - width) * 2);
+    if (there) return (const char *)copy;
+    EACH_KEY(x, rows, first, n, j, row)
+    {
+        char *to = (char *)copy + j * *row_bytes;
+        memcpy(to, row, width * 2);
+        memset(to + width * 2, 0, (padded - width) * 2);
     }
-    if (!there) memset((char *)copy + n * *row_bytes, 0, (whole - n) * *row_bytes);
+    memset((char *)copy + n * *row_bytes, 0, (whole - n) * *row_bytes);
     return (const char *)copy;
 }
 

@@ -1,10 +1,10 @@
 /* Which keys the rows of a task attend, as far as ranges say it: one half-open range of keys for each row, or a list of
  * such ranges. Every structural mask (causal, window, padding, documents ...) arrives in this form.
  *
- * Exports   row_block, row_id, range_list, EACH_ROW, first_row, next_row, cut_rows; at_row, at_nth_row, at_key, in_a_row,
- *           key_rows, prefetch_keys; ranges_begin, ranges_enter, row_range, attends_some, rows_share; block_kind,
- *           BLOCK_FULL, BLOCK_EDGE, BLOCK_MASKED, BLOCK_ADDS, BLOCK_EMPTY, hides, range_kind; key_walk, walk_begin,
- *           walk_next.
+ * Exports   row_block, row_id, range_list, EACH_ROW, first_row, next_row, cut_rows; at_row, at_nth_row, at_key,
+ *           run_of_rows, in_a_row, grid_in_a_row, keys_are_listed, EACH_KEY, key_rows, prefetch_keys; ranges_begin,
+ *           ranges_enter, row_range, attends_some, rows_share; block_kind, BLOCK_FULL, BLOCK_EDGE, BLOCK_MASKED, BLOCK_ADDS, BLOCK_EMPTY, hides,
+ *           range_kind; key_walk, walk_begin, walk_next.
  *
  * Keys are visited in blocks of BLOCK_K, at multiples of BLOCK_K: the grid. A walk visits those blocks only that some
  * row attends. With lists, what lies between two ranges costs nothing; within a block a row has one range again, unless
@@ -57,18 +57,29 @@ INLINE char *at_row(const fa_array *x, const row_block *rows, row_id id)
 }
 INLINE char *at_key(const fa_array *x, const row_block *rows, int64_t key)
 {
-    if (x->blocks) {
-        const int64_t size = x->block_size, block = size == 1 ? key : key / size;
-        key += (x->blocks[block] - block) * size;
-    }
-    return at(x, rows->b, rows->h_kv, key, 0);
+    if (!x->blocks) return at(x, rows->b, rows->h_kv, key, 0);
+    const int64_t size = x->block_size, block = size == 1 ? key : key / size;
+    return at(x, rows->b, rows->h_kv, key - block * size, 0) + x->blocks[rows->b * x->blocks_row + block] * x->block;
 }
 
-/* Whether rows [first, first + n) of k or v are at one distance: in one block, if blocks name them. */
-INLINE int in_a_row(const fa_array *x, int64_t first, int64_t n)
+/* How many of the n rows from `first` on are at one distance: those of its block, if blocks name them. */
+INLINE int64_t run_of_rows(const fa_array *x, int64_t first, int64_t n)
 {
-    return !x->blocks || (x->block_size > 1 && first / x->block_size == (first + n - 1) / x->block_size);
+    return !x->blocks ? n : x->block_size == 1 ? 1 : smaller(n, x->block_size - first % x->block_size);
 }
+
+/* Whether all are; whether those of every block of the grid are. */
+INLINE int in_a_row(const fa_array *x, int64_t first, int64_t n) { return run_of_rows(x, first, n) == n; }
+INLINE int grid_in_a_row(const fa_array *x) { return !x->blocks || x->block_size % BLOCK_K == 0; }
+
+/* Whether blocks name the keys of a few queries: no other task has their copies, and no hardware finds them. */
+INLINE int keys_are_listed(const fa_attention_args *a) { return a->k.blocks && !a->k.blocks_row; }
+
+/* for each row `first` + j of n rows of k or v, at `from` */
+#define EACH_KEY(x, rows, first, n, j, from)                                                                           \
+    for (int64_t j = 0, run_end = 0; j < (n);)                                                                         \
+        for (const char *from = (run_end = j + run_of_rows(x, (first) + j, (n) - j), at_key(x, rows, (first) + j));    \
+             j < run_end; j++, from += (x)->row)
 
 /* These rows, `row_bytes` apart: where they are if that is in a row, or else copied. */
 INLINE const char *key_rows(const fa_array *x, const row_block *rows, int64_t first, int64_t n, int64_t width,
@@ -77,18 +88,17 @@ INLINE const char *key_rows(const fa_array *x, const row_block *rows, int64_t fi
     *row_bytes = x->row;
     if (in_a_row(x, first, n)) return at_key(x, rows, first);
     *row_bytes = width * dtype_size(x->dtype);
-    for (int64_t j = 0; j < n; j++)
-        memcpy((char *)copy + j * *row_bytes, at_key(x, rows, first + j), (size_t)*row_bytes);
+    EACH_KEY(x, rows, first, n, j, from) memcpy((char *)copy + j * *row_bytes, from, (size_t)*row_bytes);
     return copy;
 }
 
 /* Asks for these rows. */
 INLINE void prefetch_keys(const fa_array *x, const row_block *rows, int64_t first, int64_t n, int64_t width)
 {
-    const int64_t bytes = width * dtype_size(x->dtype);
-    if (!x->blocks) prefetch_rows(at_key(x, rows, first), x->row, n, bytes);
-    else
-        for (int64_t j = first; j < first + n; j++) prefetch_rows(at_key(x, rows, j), 0, 1, bytes);
+    for (int64_t j = 0, run; j < n; j += run) {
+        run = run_of_rows(x, first + j, n - j);
+        prefetch_rows(at_key(x, rows, first + j), x->row, run, width * dtype_size(x->dtype));
+    }
 }
 
 /* The same for row r of a block, if `first` is where row 0 is: rows of one head lie equally far apart. */

@@ -26,19 +26,18 @@ INLINE int is_plain(lane x, lane least)
 INLINE int load_scales(const fa_array *scale, const row_block *rows, int64_t j0, int64_t n, lane factor, lane least,
                        lane *to)
 {
-    const char *from = at_key(scale, rows, j0);
     vi_t odd = {0};
     for (int64_t j = 0; j < n; j += LANES) {
+        const int64_t left = smaller(LANES, n - j);
         v_t x = v_splat(0);
-        if (scale->blocks)
-            for (int64_t i = 0; i < smaller(LANES, n - j); i++) x[i] = scale_of(scale, rows, j0 + j + i);
-        else if (scale->row == sizeof(lane)) x = v_load_part(from + j * (int64_t)sizeof(lane), n - j);
-        else
-            for (int64_t i = 0; i < smaller(LANES, n - j); i++) x[i] = *(const lane_u *)(from + (j + i) * scale->row);
+        if (scale->row == sizeof(lane) && in_a_row(scale, j0 + j, left))
+            x = v_load_part(at_key(scale, rows, j0 + j), left);
+        else EACH_KEY(scale, rows, j0 + j, left, i, from) x[i] = *(const lane_u *)from;
         const v_t size = v_select(x < v_splat(0), -x, x);
         odd |= ~((size >= v_splat(least)) & (size <= v_splat(LANE_MAX / WIDEST_I8))) & (x != v_splat(0));
         v_store(to + j, x * v_splat(factor));
     }
-    if (!scale->blocks) prefetch_rows(from + n * scale->row, scale->row * LANES, ceil_div(BLOCK_K, LANES), 64);
+    if (!scale->blocks)
+        prefetch_rows(at_key(scale, rows, j0 + n), scale->row * LANES, ceil_div(BLOCK_K, LANES), 64);
     return !v_any(odd);
 }

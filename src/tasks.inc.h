@@ -26,7 +26,7 @@ static int keeps_copy(const fa_attention_args *a, const fa_plan *plan)
     if ((plan->k_in_place && plan->v_in_place && a->k.dtype == LANE_DTYPE) || plan->kind != FA_TILE ||
         a->stats.second_pass || plan->split_k)
         return 0;
-    return several && !a->k.blocks && bytes <= fa_tuned.head_copy_bytes;
+    return several && !keys_are_listed(a) && bytes <= fa_tuned.head_copy_bytes;
 }
 
 /* Whether tasks go through the heads in turn, in place of one head after the other. Under a causal mask the last
@@ -87,7 +87,7 @@ static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *p
 
 static void attention_plan(const fa_attention_args *a, int threads, fa_plan *plan)
 {
-    const int64_t n_rows = rows_per_head(a), heads = a->batch * a->heads_kv;
+    const int64_t n_rows = rows_per_head(a), heads = a->batch * a->heads_kv, block = smaller(a->len_k, BLOCK_K);
     plan->kind = n_rows <= FEW_ROWS && a->len_k > a->len_q ? FA_FEW_ROWS : FA_TILE;
     plan->block_q = plan->kind == FA_FEW_ROWS ? FEW_ROWS : BLOCK_Q;
     plan->block_k = BLOCK_K;
@@ -99,13 +99,13 @@ static void attention_plan(const fa_attention_args *a, int threads, fa_plan *pla
     plan->n_splits = plan->split_k && a->len_k ? ceil_div(a->len_k, SPLIT_K) : 1;
     const int64_t tiles = ceil_div(n_rows, plan->block_q), wanted = threads * fa_tuned.attention_tasks;
     plan->tiles = tiles <= 1 ? 1 : (int)larger(1, smaller(heads * tiles / wanted, most_tiles()));
-    if (a->k.blocks) plan->tiles = (int)larger(1, smaller(tiles, most_tiles())); /* they share copies of the rows */
+    if (keys_are_listed(a)) plan->tiles = (int)larger(1, smaller(tiles, most_tiles())); /* they share copies of the rows */
     const int64_t row_bytes = a->head_dim * dtype_size(a->k.dtype) + a->head_dim_v * dtype_size(a->v.dtype);
     plan->ahead = heads * a->len_k * row_bytes > fa_tuned.far_bytes ? threads : 0;
     plan->n_tasks = heads * ceil_div(tiles, plan->tiles);
     plan->run_k = 0;
-    plan->k_in_place = plan->kind == FA_FEW_ROWS || lies_well(&a->k, a->head_dim, smaller(a->len_k, BLOCK_K));
-    plan->v_in_place = plan->kind == FA_FEW_ROWS || lies_well(&a->v, a->head_dim_v, smaller(a->len_k, BLOCK_K));
+    plan->k_in_place = grid_in_a_row(&a->k) && (plan->kind == FA_FEW_ROWS || lies_well(&a->k, a->head_dim, block));
+    plan->v_in_place = grid_in_a_row(&a->v) && (plan->kind == FA_FEW_ROWS || lies_well(&a->v, a->head_dim_v, block));
     plan->keep_copy = keeps_copy(a, plan);
     plan->in_turn = in_turn(a, plan, ceil_div(tiles, plan->tiles), threads);
     plan->partial_bytes = partial_at(a, plan->block_q, NULL, NULL);

@@ -13,6 +13,7 @@ import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
+from fastattn._args.pages import page_table, read_pages
 from fastattn._args.results import result_array
 from fastattn._args.statistics import statistics_args
 from fastattn._args.types import (
@@ -77,6 +78,7 @@ def attention_args(
     v_scale: ArrayLike | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
+    block_table: ArrayLike | None = None,
 ) -> AttentionArgs:
     """Check and normalise the arguments of `attention`, or of what computes with it.
 
@@ -117,14 +119,19 @@ def attention_args(
     if not (heads_q and heads_kv and head_dim and head_dim_v) or heads_q % heads_kv:
         raise_shapes(names, (q_array.shape, k_array.shape, v_array.shape))
     batch_shape = q_shape[:-3]
-    if k_shape[:-3] != batch_shape or v_shape[:-3] != batch_shape:
+    table = None
+    if block_table is not None:
+        table = page_table(block_table, k_array.shape, v_array.shape, batch_shape, names[1:])
+        len_k *= table.shape[-1]
+    elif k_shape[:-3] != batch_shape or v_shape[:-3] != batch_shape:
         shapes = (batch_shape, k_shape[:-3], v_shape[:-3])
         batch_shape = broadcast_batch(**dict(zip(names, shapes, strict=True)))
     args.batch_shape, args.heads_q, args.heads_kv = batch_shape, heads_q, heads_kv
     args.len_q, args.len_k, args.head_dim, args.head_dim_v = len_q, len_k, head_dim, head_dim_v
     if args.k_scale is not None and args.v_scale is not None:
-        args.k_scale = _for_keys(args, "k_scale", args.k_scale, one_head)
-        args.v_scale = _for_keys(args, "v_scale", args.v_scale, one_head)
+        keys = (len_k,) if one_head else k_shape[:-1] if table is not None else (*batch_shape, heads_kv, len_k)
+        args.k_scale = _for_keys("k_scale", args.k_scale, keys, table is not None)
+        args.v_scale = _for_keys("v_scale", args.v_scale, keys, table is not None)
 
     args.scale = head_dim**-0.5 if scale is None else number("scale", scale, lane)
     if softcap is not None:
@@ -148,6 +155,8 @@ def attention_args(
     ranges_given = not (window is None and kv_lengths is None and q_offset is None and row_ranges is None)
     if causal is not False or ranges_given or alibi_slopes is not None or structure is not None:
         _add_ranges(args, causal, window, kv_lengths, q_offset, row_ranges, structure)
+    if table is not None:
+        args.block_table = read_pages(table, *_attended(args), len(k_array), k_shape[-2])
     args.num_threads = threads(num_threads)
     if backend is not None:
         require_backend(backend)
@@ -164,6 +173,7 @@ def attention_args(
         inputs += [("k_scale", k_scale, args.k_scale), ("v_scale", v_scale, args.v_scale)]
         inputs += [("kv_lengths", kv_lengths, None), ("q_offset", q_offset, None)]
         inputs += [("row_ranges", x, None) for x in row_ranges or ()]
+        inputs += [("block_table", block_table, None)]
         result_array(out, (*rows, head_dim_v), dtype, names[0], inputs)
     args.out, args.result = out[None] if one_head else out, out
     if with_lse:
@@ -235,10 +245,11 @@ def _require_both(k_scale: Any, v_scale: Any) -> None:
         raise ValueError(f"(): {given} is given without {missing}; expected both, or neither")
 
 
-def _for_keys(args: AttentionArgs, name: str, scale: Array, one_head: bool) -> Array:
-    """`scale`, which has to broadcast to the keys, with at least their axes (heads_kv, len_k)."""
-    shape = (args.len_k,) if one_head else (*args.batch_shape, args.heads_kv, args.len_k)
-    require_broadcast(name, scale.shape, shape, "(..., heads_kv, len_k)")
+def _for_keys(name: str, scale: Array, keys: Shape, paged: bool) -> Array:
+    """`scale`, which has to broadcast to the keys, with at least their axes (heads_kv, len_k); of pages all."""
+    require_broadcast(name, scale.shape, keys, "(pages, heads_kv, page)" if paged else "(..., heads_kv, len_k)")
+    if paged:
+        return np.broadcast_to(scale, keys)
     return scale if scale.ndim >= 2 else scale[(None,) * (2 - scale.ndim)]
 
 
@@ -321,6 +332,14 @@ def _add_ranges(
     args.row_begin, args.row_end = key_ranges.intersect(ranges, len_k)
     if distances:
         args.q_position = offset
+
+
+def _attended(args: AttentionArgs) -> tuple[Ints, Ints]:
+    """The first key of each sequence that some row may attend, and the end of those keys, by the ranges."""
+    begin, end = key_ranges.closed(args.row_begin, args.row_end, args.len_k)
+    some = begin < end
+    first = np.where(some, begin, args.len_k).min(axis=(-2, -1), initial=args.len_k)
+    return first, np.where(some, end, 0).max(axis=(-2, -1), initial=0)
 
 
 def lengths_of(

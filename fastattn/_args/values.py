@@ -237,15 +237,16 @@ def of_sequences(name: str, x: Any, batch_shape: Shape, low: int = -(2**62), hig
     return array
 
 
-def sequence_begins(name: str, x: Any, of: str, tokens: int) -> Ints:
-    """`x` as the begin of each sequence among the `tokens` of the argument `of`, and their end."""
+def sequence_begins(name: str, x: Any, of: str, tokens: int | None) -> Ints:
+    """`x` as the begin of each sequence among the `tokens` of the argument `of`, if that has them all, and their end."""
     given = as_array(name, x)
     begins = integers(name, given) if given.size else np.zeros(given.shape, np.int64)
     if begins.ndim != 1 or not begins.size:
         raise wrong_shape(name, begins, "(sequences + 1,)")
-    if begins[0] != 0 or begins[-1] != tokens:
+    if begins[0] != 0 or begins[-1] != (begins[-1] if tokens is None else tokens):
         came = f"{name} goes from {begins[0]} to {begins[-1]}"
-        raise ValueError(f"(): {came}; expected 0 to {tokens}, the tokens of {of}")
+        expected = "it to begin at 0" if tokens is None else f"0 to {tokens}, the tokens of {of}"
+        raise ValueError(f"(): {came}; expected {expected}")
     if (begins[1:] < begins[:-1]).any():
         i = int(np.argmax(begins[1:] < begins[:-1]))
         came = f"{name} falls from {begins[i]} to {begins[i + 1]} at index {i + 1}"

@@ -10,6 +10,7 @@ attend all keys, or False where no row attends any key.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -43,6 +44,7 @@ def block_sizes(args: AttentionArgs) -> tuple[int, int]:
 @np.errstate(all="ignore")
 def attention(args: AttentionArgs, score_mod: Callable[..., Array] | None = None) -> None:
     """Fill args.out, and args.lse and args.statistics if they are there; see flex_attention for score_mod."""
+    args = in_one_piece(args)
     if args.begins is not None:
         for sequence in sequences(args):
             attention(sequence)
@@ -96,6 +98,24 @@ def merge_states(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: 
             term[part_lse == -np.inf] = 0
             acc += term
         out[rows], lse[rows] = acc, merged
+
+
+def in_one_piece(args: AttentionArgs) -> AttentionArgs:
+    """The same call with the keys and values that its table of pages names copied to one array."""
+    if args.block_table is None:
+        return args
+    part = copy(args)
+    part.block_table, axis = None, args.block_table.ndim
+    for name in ("k", "v", "k_scale", "v_scale"):
+        if (x := getattr(args, name)) is None:
+            continue
+        pages = x[args.block_table].swapaxes(axis - 1, axis)  # (*batch, heads, pages, page, ...)
+        rows = pages.reshape(*pages.shape[:axis], -1, *x.shape[3:])
+        if args.begins is not None:
+            lengths = np.diff(args.begins[1]).tolist()
+            rows = np.concatenate([each[:, :n] for each, n in zip(rows, lengths, strict=True)], axis=1)
+        setattr(part, name, rows)
+    return part
 
 
 def sequences(args: AttentionArgs) -> Iterator[AttentionArgs]:

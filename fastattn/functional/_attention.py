@@ -74,6 +74,7 @@ def attention(
     row_ranges: tuple[ArrayLike, ArrayLike] | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    block_table: ArrayLike | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
     out: NDArray[Any] | None = None,
@@ -134,6 +135,11 @@ def attention(
         Scales of int8 k and v, one per row, as `KVCache` makes them: attention to ``k * k_scale[..., None]``
         and ``v * v_scale[..., None]``. They broadcast. Integers or any of the four dtypes; only float32
         (float64 with float64 queries) is read in place.
+    block_table : array_like of int, (..., n), optional
+        Keys and values in pages: k is (pages, heads_kv, page, head_dim) and v likewise, with any strides, and
+        key j of a sequence is row ``j % page`` of page ``block_table[..., j // page]``. Sequences may share
+        pages. Then ``len_k = n * page``, and scales are (pages, heads_kv, page). Entries of pages that no
+        query attends by `kv_lengths`, `window`, `causal` or `row_ranges` are not read and may hold anything.
     dropout : float, default 0.0
         In [0, 1): each probability becomes 0 with this probability, and the others are divided by
         ``1 - dropout``. Does not affect lse and `stats`.
@@ -229,7 +235,7 @@ def attention(
         args = attention_args(
             q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, sinks, kv_lengths,
             q_offset, row_ranges, out, return_lse, num_threads, backend, stats, ("q", "k", "v"),
-            "k_scale and v_scale", k_scale, v_scale, dropout, seed,
+            "k_scale and v_scale", k_scale, v_scale, dropout, seed, block_table,
         )  # fmt: skip
     except Exception as error:
         put_name("attention", error)
@@ -414,6 +420,9 @@ def varlen_attention(
         As in `attention`.
     k_scale, v_scale : array_like, (tokens_k, heads_kv), optional
         Scales of int8 keys and values, as in `attention`.
+    block_table : array_like of int, (sequences, n), optional
+        Keys and values in pages, (pages, page, heads_kv, head_dim), as in `attention`: key j of sequence i is
+        row ``j % page`` of page ``block_table[i, j // page]``, and `cu_seqlens_k` has their numbers alone.
     dropout, seed : optional
         As in `attention`. The number of the sequence counts as the batch item, so the mask is that of the
         padded batch.

@@ -34,27 +34,41 @@ static void run_tasks(const fa_kernels *kernels, const fa_attention_args *a, con
     release(mark);
 }
 
-/* Moves the rows of keys, of one KV head, to blocks with others between them, which are NaN. */
+/* Moves the rows of keys to blocks with others between them, which are NaN: one list of rows of each item, or pages of
+ * them all, in any order. */
 static void scatter_keys(int number, fa_attention_args *a)
 {
+    static const int64_t sizes[] = {1, 16, 64, 128};
     const uint64_t before = seed;
     seed = (uint64_t)number << 16 | 1;
-    const int64_t size = below(2) ? 1 : 1 + below(100), n = (a->len_k + size - 1) / size;
-    int32_t *blocks = (int32_t *)allocate((size_t)n * sizeof *blocks);
-    FOR(i, n) blocks[i] = (int32_t)((i ? blocks[i - 1] + 1 : 0) + below(3));
-    const int64_t rows = n ? (blocks[n - 1] + 1) * size : 0;
+    const int listed = a->heads_kv == 1 && below(2);
+    const int64_t size = below(2) ? PICK(sizes) : 1 + below(100), n = (a->len_k + size - 1) / size;
+    const int64_t tables = listed ? 1 : a->batch, places = tables * n, stride = 1 + below(3), all = places * stride;
+    int32_t *blocks = (int32_t *)allocate((size_t)places * sizeof *blocks);
+    FOR(i, places) blocks[i] = (int32_t)(i * stride + below(stride));
+    for (int64_t i = places - 1; !listed && i > 0; i--) {
+        const int64_t other = below(i + 1);
+        const int32_t block = blocks[i];
+        blocks[i] = blocks[other], blocks[other] = block;
+    }
     fa_array *of_keys[] = {&a->k, &a->v, &a->k_scale, &a->v_scale};
     const int64_t width[] = {a->head_dim, a->head_dim_v, 1, 1};
     FOR(x, 4)
     {
         const fa_array from = *of_keys[x];
+        const int layout = (int)below(2) * GAP | (int)below(2) * ROWS_FIRST;
+        const int64_t items = listed ? a->batch : all;
         if (!from.data) continue;
-        fa_array to = new_floats(from.dtype, a->batch, 1, rows, width[x], below(2) ? GAP : 0);
-        FOR(b, a->batch)
-        FOR(j, a->len_k)
-        memcpy(at(&to, b, 0, blocks[j / size] * size + j % size, 0), at(&from, b, 0, j, 0),
+        fa_array to = new_floats(from.dtype, items, a->heads_kv, listed ? all * size : size, width[x], layout);
+        to.block = listed ? size * to.row : all > 1 ? to.batch[1] - to.batch[0] : 0;
+        if (!listed) {
+            int64_t *offsets = (int64_t *)allocate((size_t)a->batch * sizeof *offsets);
+            to.batch = memset(offsets, 0, (size_t)a->batch * sizeof *offsets);
+        }
+        to.blocks = blocks, to.block_size = size, to.blocks_row = listed ? 0 : n;
+        FOR(b, a->batch) FOR(h, a->heads_kv) FOR(j, a->len_k)
+        memcpy(at(&to, b, h, j % size, 0) + blocks[b * to.blocks_row + j / size] * to.block, at(&from, b, h, j, 0),
                (size_t)(width[x] * bytes_of(from.dtype)));
-        to.blocks = blocks, to.block_size = size;
         *of_keys[x] = to;
     }
     seed = before;
@@ -74,7 +88,7 @@ static int run_attention(const fa_kernels *kernels, int again, int wide)
     const int number = attention_now.c.number;
     fa_plan p;
     FOR(n, n_results) if (results[n].there) * each[n] = results[n].got[again];
-    if (!wide && call.heads_kv == 1 && number / COUNT(dtypes) % 3 == 0) scatter_keys(number, &call);
+    if (!wide && number / COUNT(dtypes) % 3 == 0) scatter_keys(number, &call);
     if (call.stats.key_sums.data || call.stats.mean_weights.data)
         call.stats.norm = new_floats(lane_of(call.q.dtype), call.batch, call.heads_q, call.len_q, 2, 0);
     FOR(pass, 1 + (call.stats.norm.data != NULL))

@@ -107,12 +107,36 @@ cdef const fa_kernels *_kernels(fa_dtype dtype) except NULL:
 include "tuning.pxi"
 
 
+cdef int _set_keys(fa_attention_args *a, args, _Tables tables) except -1:
+    """Set keys, values and their scales; with a table of pages, where page 0 has them, and the table."""
+    cdef fa_array **of_keys = [&a.k, &a.v, &a.k_scale, &a.v_scale]
+    cdef object k = args.k, v = args.v, k_scale = args.k_scale, v_scale = args.v_scale, table = args.block_table, arrays
+    cdef bint scaled = k_scale is not None
+    cdef int64_t n = a.len_k, pages = 0, i
+    if table is not None:
+        arrays, n = (k, v, k_scale, v_scale), k.shape[2]
+        k, v, k_scale, v_scale = [None if x is None else x[0] for x in arrays]
+        pages = table.shape[table.ndim - 1]
+    tables.set_rows(&a.k, "k", k, a.heads_kv, n, a.head_dim, scaled)
+    tables.set_rows(&a.v, "v", v, a.heads_kv, n, a.head_dim_v, scaled)
+    if scaled:
+        tables.set(&a.k_scale, "k_scale", k_scale, _lane_type(a.q.dtype), 2, a.heads_kv, n)
+        tables.set(&a.v_scale, "v_scale", v_scale, _lane_type(a.q.dtype), 2, a.heads_kv, n)
+    for i in range(4 if table is not None else 0):
+        if arrays[i] is None:
+            continue
+        of_keys[i].blocks_row, of_keys[i].block_size, of_keys[i].block = pages, n, arrays[i].strides[0]
+        of_keys[i].blocks = <const int32_t *>_data("block_table", table, a.batch * pages, cnp.NPY_INT32)
+    return 0
+
+
 cdef _Tables _set_args(fa_attention_args *a, args, bint filled):
     """Fill `a`; returns the batch tables it points into, empty unless `filled`."""
     cdef _Tables tables = _Tables(args.batch_shape, ATTENTION_ARRAYS, filled)
     memset(a, 0, sizeof(fa_attention_args))
     a.batch = tables.batch
     _fill_attention(a, args, tables)
+    _set_keys(a, args, tables)
     if (a.v.dtype != a.k.dtype or a.out.dtype != a.q.dtype or (args.k_scale is None) != (args.v_scale is None)
             or (a.k.dtype != FA_I8 and (a.q.dtype == FA_F64) != (a.k.dtype == FA_F64))):
         raise _misfit("v", args.v, f"the types of k, {args.k.dtype}, and of q and out, {args.q.dtype}, to fit")

@@ -52,6 +52,7 @@ cdef void _list_keys(fa_attention_args *own, const fa_lists_args *lists, const J
         of_queries[i].data += query * of_queries[i].row if of_queries[i].data != NULL else 0
     for i in range(4):
         of_keys[i].blocks, of_keys[i].block_size = lists.blocks + job.place * lists.n, lists.block_size
+        of_keys[i].block = lists.block_size * of_keys[i].row
     own.masks.row_begin.data = <char *>(lists.begin + job.place)
     own.masks.row_end.data = <char *>(lists.end + job.place)
     if job.len_q > 1:

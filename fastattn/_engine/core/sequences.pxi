@@ -81,7 +81,7 @@ cdef _Sequences _begun(const fa_attention_args *a, begins, _Tables tables, fa_ar
         raise ValueError(f"fastattn: begins of {sequences.count} sequences for {tables.batch}")
     for i in range(n_queries):
         tables.begin(of_queries[i], sequences.q)
-    for i in range(4):
+    for i in range(4 if a.k.blocks == NULL else 0):
         tables.begin(of_keys[i], sequences.k)
     return sequences
 
