@@ -19,6 +19,7 @@
 
 #define FEW_ROWS 8 /* most rows per KV head of this kernel, which also wants len_k > len_q (attention_plan) */
 #define FEW_NV 4   /* 4 rows x 4 vectors of accumulators fit 32 registers */
+#define FEW_RUN 16 /* blocks of keys are read where they are from so many rows on: smaller ones would score key by key */
 
 typedef struct {
     lane *q;                   /* (FEW_ROWS, depth), depth = head_dim rounded up to whole vectors, filled with 0 */
@@ -126,12 +127,30 @@ INLINE void few_scores(fa_dtype dtype, int nr, const few_score_product *p, int64
         }
 }
 
+/* A block's keys in runs, number i up to end[i], whose rows are at one distance: of K, of V, and of the keys that are
+ * fetched while V is read, or NULL. */
+typedef struct {
+    int64_t n, end[BLOCK_K / FEW_RUN + 1];
+    const char *k[BLOCK_K / FEW_RUN + 1], *v[BLOCK_K / FEW_RUN + 1], *ahead[BLOCK_K / FEW_RUN + 1];
+} key_runs;
+
+/* Those of n keys from j0 on. Of the next n keys, the same runs are fetched. */
+INLINE void find_runs(const fa_attention_args *a, const row_block *rows, int64_t j0, int64_t n, key_runs *runs)
+{
+    const int more = j0 + 2 * n <= a->len_k;
+    runs->n = 0;
+    for (int64_t j = 0; j < n; runs->n++) {
+        runs->k[runs->n] = at_key(&a->k, rows, j0 + j), runs->v[runs->n] = at_key(&a->v, rows, j0 + j);
+        runs->ahead[runs->n] = more ? at_key(&a->k, rows, j0 + n + j) : NULL;
+        runs->end[runs->n] = j += run_of_rows(&a->k, j0 + j, n - j);
+    }
+}
+
 /* acc (rows, head_dim_v) = alpha acc + probs (rows, n) v (n, head_dim_v) */
 typedef struct {
-    const char *v;
-    int64_t v_row, n, head_dim_v;
+    const key_runs *runs;
+    int64_t v_row, ahead_row, ahead_bytes, head_dim_v;
     const lane *probs, *alpha; /* (rows, BLOCK_K), (rows) */
-    fetch_ahead next;          /* beside the first rows and columns */
     lane *acc;
     int64_t acc_row;
 } few_value_product;
@@ -139,18 +158,20 @@ typedef struct {
 /* acc of nr rows from r0 on: nd vectors from dimension d on. The last has `last` lanes, or all where that is 0. */
 INLINE void few_values(fa_dtype dtype, int nr, int nd, const few_value_product *p, int64_t r0, int64_t d, int64_t last)
 {
-    const int fetch = r0 == 0 && d == 0 && p->next.data;
-    const char *v = p->v + d * dtype_size(dtype);
+    const int fetch = r0 == 0 && d == 0;
     const lane *probs = p->probs + r0 * BLOCK_K;
     v_t sum[4][FEW_NV];
     UNROLL_FOR(int r = 0; r < nr; r++)
         UNROLL_FOR(int c = 0; c < nd; c++) sum[r][c] = v_splat(0); /* added at the end, as in tile_values */
-    for (int64_t j = 0; j < p->n; j++, v += p->v_row) {
-        if (fetch) prefetch_rows(p->next.data + j * p->next.row, p->next.row, 1, p->next.bytes);
-        UNROLL_FOR(int c = 0; c < nd; c++) {
-            const char *from = v + c * LANES * dtype_size(dtype);
-            const v_t value = last && c == nd - 1 ? v_load_as_n(dtype, from, last) : v_load_as(dtype, from);
-            UNROLL_FOR(int r = 0; r < nr; r++) sum[r][c] = v_fma(v_splat(probs[r * BLOCK_K + j]), value, sum[r][c]);
+    for (int64_t run = 0, j = 0; run < p->runs->n; run++) {
+        const char *v = p->runs->v[run] + d * dtype_size(dtype), *ahead = fetch ? p->runs->ahead[run] : NULL;
+        for (; j < p->runs->end[run]; j++, v += p->v_row) {
+            if (ahead) prefetch_rows(ahead, p->ahead_row, 1, p->ahead_bytes), ahead += p->ahead_row;
+            UNROLL_FOR(int c = 0; c < nd; c++) {
+                const char *from = v + c * LANES * dtype_size(dtype);
+                const v_t value = last && c == nd - 1 ? v_load_as_n(dtype, from, last) : v_load_as(dtype, from);
+                UNROLL_FOR(int r = 0; r < nr; r++) sum[r][c] = v_fma(v_splat(probs[r * BLOCK_K + j]), value, sum[r][c]);
+            }
         }
     }
     UNROLL_FOR(int r = 0; r < nr; r++)
@@ -273,30 +294,41 @@ INLINE void few_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     if (kind & BLOCK_EMPTY) return;
     const score_tile scores = {rows, NULL, j0, n, kind, scratch->s, scratch->add};
 
-    const int in_place = in_a_row(&a->k, j0, n);
-    if (!in_place) prefetch_keys(&a->v, rows, j0, n, width);
-    few_score_product product = {.n = n, .q = scratch->q};
-    product.k = key_rows(&a->k, rows, j0, n, a->head_dim, scratch->listed_k, &product.k_row);
-    product.head_dim = a->head_dim, product.depth = scratch->depth, product.s = scratch->s;
-    if (in_place && !a->stats.second_pass) product.next = (fetch_ahead){at_key(&a->v, rows, j0), a->v.row, width * size};
+    const int gathers = a->k.blocks && a->k.block_size < FEW_RUN, fetches = !gathers && !a->stats.second_pass;
+    key_runs runs;
+    few_score_product product = {.k_row = a->k.row, .head_dim = a->head_dim, .depth = scratch->depth, .q = scratch->q};
+    if (gathers) {
+        prefetch_keys(&a->v, rows, j0, n, width);
+        runs.n = 1, runs.end[0] = n, runs.ahead[0] = NULL;
+        runs.k[0] = key_rows(&a->k, rows, j0, n, a->head_dim, scratch->listed_k, &product.k_row);
+    } else find_runs(a, rows, j0, n, &runs);
+    for (int64_t i = 0, j = 0; i < runs.n; j = runs.end[i++]) {
+        product.k = runs.k[i], product.n = runs.end[i] - j, product.s = scratch->s + j;
+        product.next = (fetch_ahead){fetches ? runs.v[i] : NULL, a->v.row, width * size};
 #define SCORES(nr) few_scores(dtype, nr, &product, r)
-    IN_FOURS_TWOS_ONES(rows, r, SCORES);
+        IN_FOURS_TWOS_ONES(rows, r, SCORES);
 #undef SCORES
+    }
     if (dtype == FA_I8) scale_scores(a, rows, j0, n, scratch);
     modify_rows(a, mods, &scores);
     if (a->stats.second_pass) {
         weigh_rows(a, &scores, scratch);
         return;
     }
-    int64_t v_row;
-    const char *v = key_rows(&a->v, rows, j0, n, width, scratch->listed_v, &v_row);
+    int64_t v_row = a->v.row;
+    if (gathers || (hides(kind) && runs.n > 1)) { /* values that are taken out are looked for in one piece */
+        runs.n = 1, runs.end[0] = n;
+        runs.v[0] = key_rows(&a->v, rows, j0, n, width, scratch->listed_v, &v_row);
+    }
     bad_rows bad;
     bad.n = 0; /* an initialiser would clear all of it, which shows in the time of a block */
     uint8_t attends[BLOCK_K][FEW_ROWS];
     if (dtype == FA_I8) find_odd_scales(a, rows, j0, n, scratch, &bad); /* the integers themselves are finite */
-    else if (hides(kind)) find_bad_rows(dtype, v, v_row, n, width, &bad);
-    const int copied = dtype != FA_I8 && bad.n;
-    if (copied) copy_good_rows(&bad, v, v_row, n, width * size, (char *)scratch->v);
+    else if (hides(kind)) find_bad_rows(dtype, runs.v[0], v_row, n, width, &bad);
+    if (dtype != FA_I8 && bad.n) {
+        copy_good_rows(&bad, runs.v[0], v_row, n, width * size, (char *)scratch->v);
+        runs.v[0] = (const char *)scratch->v, v_row = width * size;
+    }
     for (int64_t i = 0; i < bad.n; i++)
         for (int64_t r = 0; r < rows->n; r++) attends[i][r] = row_attends(&scores, r, bad.row[i]);
 
@@ -311,22 +343,21 @@ INLINE void few_block(const fa_attention_args *a, fa_dtype dtype, const modifier
             if (row_attends(&scores, r, j)) part->row_max[r] = -LANE_MAX; /* as in mark_rows */
     }
     if (a->dropout > 0) drop_rows(a, rows, &scratch->drop, j0, n, scratch->s);
-    few_value_product values = {.v = copied ? (const char *)scratch->v : v, .v_row = copied ? width * size : v_row};
-    values.n = n, values.head_dim_v = width, values.probs = scratch->s, values.alpha = alpha;
+    few_value_product values = {.runs = &runs, .v_row = v_row, .head_dim_v = width, .probs = scratch->s, .alpha = alpha};
     if (dtype == FA_I8) values.probs = scaled_probs(rows, n, scratch, scratch->add); /* which is free by now */
     values.acc = part->acc, values.acc_row = part->acc_row;
-    if (!in_place) prefetch_keys(&a->k, rows, j0 + n, smaller(n, a->len_k - j0 - n), a->head_dim);
-    else if (j0 + 2 * n <= a->len_k && in_a_row(&a->k, j0 + n, n))
-        values.next = (fetch_ahead){at_key(&a->k, rows, j0 + n), a->k.row, a->head_dim * size};
+    values.ahead_row = a->k.row, values.ahead_bytes = a->head_dim * size;
+    if (gathers) prefetch_keys(&a->k, rows, j0 + n, smaller(n, a->len_k - j0 - n), a->head_dim);
 #define VALUES(nr) few_accumulate(dtype, nr, &values, r)
     IN_FOURS_TWOS_ONES(rows, r, VALUES);
 #undef VALUES
     for (int64_t i = 0; i < bad.n; i++)
         for (int64_t r = 0; r < rows->n; r++)
             for (int64_t d = 0; d < width && attends[i][r]; d++)
-                part->acc[r * part->acc_row + d] += scratch->s[r * BLOCK_K + bad.row[i]] *
-                                                    (load_element(dtype, v + bad.row[i] * v_row + d * size) *
-                                                     scale_of(&a->v_scale, rows, j0 + bad.row[i]));
+                part->acc[r * part->acc_row + d] +=
+                    scratch->s[r * BLOCK_K + bad.row[i]] *
+                    (load_element(dtype, at_key(&a->v, rows, j0 + bad.row[i]) + d * size) *
+                     scale_of(&a->v_scale, rows, j0 + bad.row[i]));
 }
 
 /* The state of the KV head's rows over keys [key_begin, key_end), as a partial. */

@@ -30,7 +30,7 @@ typedef struct {
     fa_dtype dtype; /* of q, k, v, out, bias; the others have the one type said below; FA_I8: of k and v alone */
     /* Of k, v and their scales, optional: key j of the call is row j % block_size of block number
      * blocks[b * blocks_row + j / block_size], and blocks are `block` bytes apart. */
-    const int32_t *blocks;
+    const int32_t *blocks; /* all four have the same */
     int64_t block_size, blocks_row, block; /* blocks_row 0: one list of blocks, of whatever item is asked for */
 } fa_array;
 
