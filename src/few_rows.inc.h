@@ -19,7 +19,7 @@
 
 #define FEW_ROWS 8 /* most rows per KV head of this kernel, which also wants len_k > len_q (attention_plan) */
 #define FEW_NV 4   /* 4 rows x 4 vectors of accumulators fit 32 registers */
-#define FEW_RUN 16 /* blocks of keys are read where they are from so many rows on: smaller ones would score key by key */
+#define FEW_RUN 16 /* least rows of blocks that are read where they are; of fewer, keys would be scored one by one */
 
 typedef struct {
     lane *q;                   /* (FEW_ROWS, depth), depth = head_dim rounded up to whole vectors, filled with 0 */
@@ -343,7 +343,8 @@ INLINE void few_block(const fa_attention_args *a, fa_dtype dtype, const modifier
             if (row_attends(&scores, r, j)) part->row_max[r] = -LANE_MAX; /* as in mark_rows */
     }
     if (a->dropout > 0) drop_rows(a, rows, &scratch->drop, j0, n, scratch->s);
-    few_value_product values = {.runs = &runs, .v_row = v_row, .head_dim_v = width, .probs = scratch->s, .alpha = alpha};
+    few_value_product values = {
+        .runs = &runs, .v_row = v_row, .head_dim_v = width, .probs = scratch->s, .alpha = alpha};
     if (dtype == FA_I8) values.probs = scaled_probs(rows, n, scratch, scratch->add); /* which is free by now */
     values.acc = part->acc, values.acc_row = part->acc_row;
     values.ahead_row = a->k.row, values.ahead_bytes = a->head_dim * size;
@@ -352,12 +353,13 @@ INLINE void few_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     IN_FOURS_TWOS_ONES(rows, r, VALUES);
 #undef VALUES
     for (int64_t i = 0; i < bad.n; i++)
-        for (int64_t r = 0; r < rows->n; r++)
+        for (int64_t r = 0; r < rows->n; r++) {
+            const char *v = at_key(&a->v, rows, j0 + bad.row[i]);
+            const lane prob = scratch->s[r * BLOCK_K + bad.row[i]],
+                       scale = scale_of(&a->v_scale, rows, j0 + bad.row[i]);
             for (int64_t d = 0; d < width && attends[i][r]; d++)
-                part->acc[r * part->acc_row + d] +=
-                    scratch->s[r * BLOCK_K + bad.row[i]] *
-                    (load_element(dtype, at_key(&a->v, rows, j0 + bad.row[i]) + d * size) *
-                     scale_of(&a->v_scale, rows, j0 + bad.row[i]));
+                part->acc[r * part->acc_row + d] += prob * (load_element(dtype, v + d * size) * scale);
+        }
 }
 
 /* The state of the KV head's rows over keys [key_begin, key_end), as a partial. */

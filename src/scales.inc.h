@@ -37,7 +37,6 @@ INLINE int load_scales(const fa_array *scale, const row_block *rows, int64_t j0,
         odd |= ~((size >= v_splat(least)) & (size <= v_splat(LANE_MAX / WIDEST_I8))) & (x != v_splat(0));
         v_store(to + j, x * v_splat(factor));
     }
-    if (!scale->blocks)
-        prefetch_rows(at_key(scale, rows, j0 + n), scale->row * LANES, ceil_div(BLOCK_K, LANES), 64);
+    if (!scale->blocks) prefetch_rows(at_key(scale, rows, j0 + n), scale->row * LANES, ceil_div(BLOCK_K, LANES), 64);
     return !v_any(odd);
 }

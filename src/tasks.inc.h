@@ -17,6 +17,13 @@ static int64_t n_partials(const fa_attention_args *a, const fa_plan *plan)
 
 INLINE int64_t rows_per_head(const fa_attention_args *a) { return a->heads_q / a->heads_kv * a->len_q; }
 
+/* Whether whole blocks of x, k or v, are read where they are. */
+static int in_place(const fa_attention_args *a, const fa_plan *plan, const fa_array *x, int64_t width)
+{
+    if (plan->kind == FA_FEW_ROWS) return !x->blocks || x->block_size >= FEW_RUN;
+    return grid_in_a_row(x) && lies_well(x, width, smaller(a->len_k, BLOCK_K));
+}
+
 /* A thread keeps the copy of a KV head's keys and values from task to task, if there is one (load_block), the head has
  * several tasks, and the copy fits beside what else is in a second-level cache. */
 static int keeps_copy(const fa_attention_args *a, const fa_plan *plan)
@@ -87,7 +94,7 @@ static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *p
 
 static void attention_plan(const fa_attention_args *a, int threads, fa_plan *plan)
 {
-    const int64_t n_rows = rows_per_head(a), heads = a->batch * a->heads_kv, block = smaller(a->len_k, BLOCK_K);
+    const int64_t n_rows = rows_per_head(a), heads = a->batch * a->heads_kv;
     plan->kind = n_rows <= FEW_ROWS && a->len_k > a->len_q ? FA_FEW_ROWS : FA_TILE;
     plan->block_q = plan->kind == FA_FEW_ROWS ? FEW_ROWS : BLOCK_Q;
     plan->block_k = BLOCK_K;
@@ -99,13 +106,14 @@ static void attention_plan(const fa_attention_args *a, int threads, fa_plan *pla
     plan->n_splits = plan->split_k && a->len_k ? ceil_div(a->len_k, SPLIT_K) : 1;
     const int64_t tiles = ceil_div(n_rows, plan->block_q), wanted = threads * fa_tuned.attention_tasks;
     plan->tiles = tiles <= 1 ? 1 : (int)larger(1, smaller(heads * tiles / wanted, most_tiles()));
-    if (keys_are_listed(a)) plan->tiles = (int)larger(1, smaller(tiles, most_tiles())); /* they share copies of the rows */
+    if (keys_are_listed(a))
+        plan->tiles = (int)larger(1, smaller(tiles, most_tiles())); /* they share copies of the rows */
     const int64_t row_bytes = a->head_dim * dtype_size(a->k.dtype) + a->head_dim_v * dtype_size(a->v.dtype);
     plan->ahead = heads * a->len_k * row_bytes > fa_tuned.far_bytes ? threads : 0;
     plan->n_tasks = heads * ceil_div(tiles, plan->tiles);
     plan->run_k = 0;
-    plan->k_in_place = grid_in_a_row(&a->k) && (plan->kind == FA_FEW_ROWS || lies_well(&a->k, a->head_dim, block));
-    plan->v_in_place = grid_in_a_row(&a->v) && (plan->kind == FA_FEW_ROWS || lies_well(&a->v, a->head_dim_v, block));
+    plan->k_in_place = in_place(a, plan, &a->k, a->head_dim);
+    plan->v_in_place = in_place(a, plan, &a->v, a->head_dim_v);
     plan->keep_copy = keeps_copy(a, plan);
     plan->in_turn = in_turn(a, plan, ceil_div(tiles, plan->tiles), threads);
     plan->partial_bytes = partial_at(a, plan->block_q, NULL, NULL);

@@ -114,7 +114,7 @@ _INSTEAD = {
         "fastattn.attention_weights, and need_weights=True of MultiHeadAttention, return the weights",
     ),
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "lengths follow from the others"),
-    **dict.fromkeys(("block_table", "page_table"), "there are no paged caches"),
+    **dict.fromkeys(("block_table", "page_table"), "attention takes a block_table of pages"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "varlen_attention takes it"),
     "deterministic": "the bits are always the same",
     **dict.fromkeys(("enable_nested_tensor", "mask_check"), "rows of padding are left out without it"),

@@ -123,5 +123,7 @@ def _conversions(args: AttentionArgs, dotted: bool, gathers: str) -> Iterator[st
             yield f"{name} widened, block by block: {x.dtype} to float32"
         elif name == "v" and dotted:
             yield "v interleaved, block by block: pairs of rows for the bfloat16 dot product"
+        elif name in gathers and args.block_table is not None and x.shape[-2] % 64:
+            yield f"{name} gathered, block by block: pages of {x.shape[-2]} keys"
         elif name in gathers:
             yield f"{name} gathered, block by block: rows {x.strides[-2]} bytes apart"

@@ -98,12 +98,13 @@ def vjp_of(
     taken = {*parameters, *(() if options is None else options.__annotations__)} - {*gradients, *without}
     sources = (*gradients, *(option for option in OF_OPTIONS if option in taken))
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
-    scales = [name for name in ("k_scale", "v_scale") if name in taken]
+    refused = [name for name in ("k_scale", "v_scale", "block_table") if name in taken]
 
     def record(*arrays: Any, **chosen: Any) -> tuple[Any, Pullback]:
-        for scale in scales:
-            if chosen.pop(scale, None) is not None:
-                raise ValueError(f"(): {scale} is given; expected none: int8 has no gradients")
+        for option in refused:
+            if chosen.pop(option, None) is not None:
+                of = "pages have" if option == "block_table" else "int8 has"
+                raise ValueError(f"(): {option} is given; expected none: {of} no gradients")
         if require is not None:
             require(**chosen)
         shown = flag("return_lse", chosen.get("return_lse", False))

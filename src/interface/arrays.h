@@ -28,9 +28,9 @@ typedef struct {
     const int64_t *batch; /* byte offset of every batch item */
     int64_t head, row, col;
     fa_dtype dtype; /* of q, k, v, out, bias; the others have the one type said below; FA_I8: of k and v alone */
-    /* Of k, v and their scales, optional: key j of the call is row j % block_size of block number
+    /* Of k, v and their scales, optional, all the same: key j of the call is row j % block_size of block number
      * blocks[b * blocks_row + j / block_size], and blocks are `block` bytes apart. */
-    const int32_t *blocks; /* all four have the same */
+    const int32_t *blocks;
     int64_t block_size, blocks_row, block; /* blocks_row 0: one list of blocks, of whatever item is asked for */
 } fa_array;
 
