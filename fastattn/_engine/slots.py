@@ -39,11 +39,7 @@ class Slots(NamedTuple):
         Padding is written, too; the next tokens overwrite it.
         """
         batch, heads, tokens, _ = k.shape
-        parts: tuple[Array, ...] = k, v
-        if self.k_scale is not None:
-            lane = self.k_scale.dtype
-            (k, k_scale), (v, v_scale) = _rounded(k, lane), _rounded(v, lane)
-            parts = k, v, k_scale, v_scale
+        parts = stored(k, v, None if self.k_scale is None else self.k_scale.dtype)
         for new, whole in zip(parts, self._arrays(), strict=True):
             there = whole[:, first : first + heads]
             if isinstance(self.starts, int):
@@ -60,6 +56,14 @@ class Slots(NamedTuple):
         if self.k_scale is None or self.v_scale is None:
             return self.k, self.v
         return self.k, self.v, self.k_scale, self.v_scale
+
+
+def stored(k: Array, v: Array, lane: np.dtype[Any] | None) -> tuple[Array, ...]:
+    """What a cache holds of k and v (batch, heads, tokens, head_dim): in int8, with scales in `lane`, if given."""
+    if lane is None:
+        return k, v
+    (k, k_scale), (v, v_scale) = _rounded(k, lane), _rounded(v, lane)
+    return k, v, k_scale, v_scale
 
 
 def _rounded(x: Array, lane: np.dtype[Any]) -> tuple[Array, Array]:

@@ -10,6 +10,7 @@ from fastattn.layers._basic import FeedForward, LayerNorm, Linear, RMSNorm
 from fastattn.layers._cache import Cached, Caches, DecoderCache, KVCache
 from fastattn.layers._decoder_layer import TransformerDecoderLayer
 from fastattn.layers._delta_rules import GatedDeltaNet, KimiDeltaAttention
+from fastattn.layers._paged_cache import PagedKVCache
 from fastattn.layers._recurrent import RecurrentState, ShortConvolution
 from fastattn.layers._rotary import Rope
 from fastattn.layers._stacks import Transformer, TransformerDecoder, TransformerEncoder
@@ -31,6 +32,7 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "MultiHeadAttention",
+    "PagedKVCache",
     "RMSNorm",
     "RecurrentState",
     "Rope",
