@@ -295,6 +295,11 @@ TAKES_INT8 = {
 }
 
 
+# The few that take pages.
+PAGES = {"block_table"}
+TAKE_PAGES = {"explain"}
+
+
 @pytest.mark.parametrize(("name", "scales"), (TAKES_INT8 | {"attention": INT8}).items())
 def test_messages_know_who_takes_int8(name, scales):
     function = getattr(fastattn, name, None) or getattr(functional, name)
@@ -314,6 +319,7 @@ def test_every_function_refuses_the_options_that_it_does_not_take(name):
     everything = set(fastattn._args.options.AttentionOptions.__annotations__)
     refused = REFUSED[name] | (INT8 - TAKES_INT8.get(name, NONE))
     refused |= NONE if name in TAKE_DROPOUT else DROPOUT
+    refused |= NONE if name in TAKE_PAGES else PAGES
     assert everything - taken == refused
     x = np.ones((1, 2, 4, 8), np.float32)
     needed = {n: x for n, p in parameters.items() if p.default is p.empty and n != "options"}

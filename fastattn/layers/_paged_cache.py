@@ -24,9 +24,9 @@ class PagedKVCache:
     ----------
     pages : int
         Number of pages of all sequences together.
-    page : int
+    page_size : int
         Tokens of a page. Pages of 64 tokens, or a multiple, are as fast as keys in one piece.
-    heads : int
+    num_kv_heads : int
         Key heads.
     head_dim : int
         Dimension of keys and values.
@@ -37,7 +37,7 @@ class PagedKVCache:
     --------
     >>> import fastattn, numpy as np
     >>> from fastattn.layers import PagedKVCache
-    >>> cache = PagedKVCache(pages=8, page=64, heads=2, head_dim=16)
+    >>> cache = PagedKVCache(pages=8, page_size=64, num_kv_heads=2, head_dim=16)
     >>> prompt = cache.allocate()
     >>> q, k = np.ones((1, 4, 100, 16), np.float32), np.ones((1, 2, 100, 16), np.float32)
     >>> out = fastattn.attention(q, **cache.append([prompt], k, k), causal=True)
@@ -50,13 +50,13 @@ class PagedKVCache:
     """
 
     @named("PagedKVCache")
-    def __init__(self, pages: int, page: int, heads: int, head_dim: int, dtype: DTypeLike = "float32"):
+    def __init__(self, pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike = "float32"):
         _, kept_as = cache_args(0, dtype)
         assert kept_as is not None
-        given = {"pages": pages, "page": page, "heads": heads, "head_dim": head_dim}
+        given = {"pages": pages, "page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         sizes = {name: integer(name, x, 1, MOST_SIZE) for name, x in given.items()}
-        shape = sizes["pages"], sizes["heads"], sizes["page"], sizes["head_dim"]
-        self._dtype, self._page = kept_as, sizes["page"]
+        shape = tuple(sizes[name] for name in ("pages", "num_kv_heads", "page_size", "head_dim"))
+        self._dtype, self._page = kept_as, shape[2]
         # Keys and values, (pages, heads, page, head_dim), and of int8 their scales.
         self._held: tuple[Array, ...] = np.zeros(shape, kept_as), np.zeros(shape, kept_as)
         if kept_as == np.int8:
