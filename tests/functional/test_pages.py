@@ -66,7 +66,7 @@ def same(first, second):
 def test_bits_are_those_of_one_piece(shape, variant, page, dtype, implementation):
     rng = np.random.default_rng(page)
     q, held = inputs(shape, dtype, rng)
-    arguments = combine([variant], shape, rng)
+    arguments = {"mask": STRUCTURES[variant](shape, rng)} if variant in STRUCTURES else combine([variant], shape, rng)
     table = table_of(shape.batch, shape.len_k // page, rng)
     pages = {name: paged(x, table, page, rows_first=page % 2 == 0) for name, x in held.items()}
     whole = fastattn.attention(q, **held, **arguments, return_lse=True)
@@ -167,7 +167,7 @@ fastattn.varlen_attention(R, K.swapaxes(1, 2), K.swapaxes(1, 2), [0, 5], [0, 65]
 C(0, 16, 2, 8) -> ValueError: PagedKVCache\(\): pages is 0; expected at least 1
 C(8, 16, 2, 8).append([1], K[:1], K[:1]) -> ValueError: there is no sequence 1; expected a number from allocate
 C(8, 16, 2, 8).free(True) -> ValueError: PagedKVCache.free\(\): there is no sequence True
-C(8, 16, 2, 8, "int32") -> TypeError: dtype is int32
+C(8, 16, 2, 8, "int32") -> TypeError: dtype is 'int32'; expected float32
 """)
 def test_errors(code, error):
     assert_refused(code, error, **NAMES)
