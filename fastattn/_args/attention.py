@@ -129,9 +129,8 @@ def attention_args(
     args.batch_shape, args.heads_q, args.heads_kv = batch_shape, heads_q, heads_kv
     args.len_q, args.len_k, args.head_dim, args.head_dim_v = len_q, len_k, head_dim, head_dim_v
     if args.k_scale is not None and args.v_scale is not None:
-        keys = (len_k,) if one_head else k_shape[:-1] if table is not None else (*batch_shape, heads_kv, len_k)
-        args.k_scale = _for_keys("k_scale", args.k_scale, keys, table is not None)
-        args.v_scale = _for_keys("v_scale", args.v_scale, keys, table is not None)
+        args.k_scale = _for_keys(args, "k_scale", args.k_scale, one_head, paged=table is not None)
+        args.v_scale = _for_keys(args, "v_scale", args.v_scale, one_head, paged=table is not None)
 
     args.scale = head_dim**-0.5 if scale is None else number("scale", scale, lane)
     if softcap is not None:
@@ -245,11 +244,13 @@ def _require_both(k_scale: Any, v_scale: Any) -> None:
         raise ValueError(f"(): {given} is given without {missing}; expected both, or neither")
 
 
-def _for_keys(name: str, scale: Array, keys: Shape, paged: bool) -> Array:
-    """`scale`, which has to broadcast to the keys, with at least their axes (heads_kv, len_k); of pages all."""
-    require_broadcast(name, scale.shape, keys, "(pages, heads_kv, page)" if paged else "(..., heads_kv, len_k)")
+def _for_keys(args: AttentionArgs, name: str, scale: Array, one_head: bool, paged: bool) -> Array:
+    """`scale`, which has to broadcast to the keys, with at least their axes (heads_kv, len_k)."""
     if paged:
-        return np.broadcast_to(scale, keys)
+        require_broadcast(name, scale.shape, args.k.shape[:-1], "(pages, heads_kv, page)")
+        return np.broadcast_to(scale, args.k.shape[:-1])
+    shape = (args.len_k,) if one_head else (*args.batch_shape, args.heads_kv, args.len_k)
+    require_broadcast(name, scale.shape, shape, "(..., heads_kv, len_k)")
     return scale if scale.ndim >= 2 else scale[(None,) * (2 - scale.ndim)]
 
 

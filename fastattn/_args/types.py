@@ -149,9 +149,9 @@ class AttentionArgs(KernelArgs):
     # count from a sequence's first key. A bias is that of any of them, as it depends on distances alone. No
     # mask, lists of ranges or statistics are there.
     begins: tuple[Ints, Ints] | None = None
-    # (*batch_shape, n) int32, C-contiguous: key j of a sequence is row j % page of page table[j // page] of k,
-    # (pages, heads_kv, page, head_dim), as of v; scales are (pages, heads_kv, page). len_k is n * page, or of
-    # a ragged call the sum of the lengths.
+    # (*batch_shape, n) int32, C-contiguous: key j of a sequence is row j % page of page table[j // page] of k
+    # and v, (pages, heads_kv, page, head_dim); scales are (pages, heads_kv, page). len_k is n * page, or of a
+    # ragged call the sum of the lengths.
     block_table: Array | None = None
     copies: tuple[str, ...] = ()  # what was copied, and why
 

@@ -238,7 +238,7 @@ def of_sequences(name: str, x: Any, batch_shape: Shape, low: int = -(2**62), hig
 
 
 def sequence_begins(name: str, x: Any, of: str, tokens: int | None) -> Ints:
-    """`x` as the begin of each sequence among the `tokens` of the argument `of`, if that has them all, and their end."""
+    """`x` as the begin of each sequence, and their end: the `tokens` of the argument `of`, if given."""
     given = as_array(name, x)
     begins = integers(name, given) if given.size else np.zeros(given.shape, np.int64)
     if begins.ndim != 1 or not begins.size:

@@ -59,7 +59,7 @@ class Slots(NamedTuple):
 
 
 def stored(k: Array, v: Array, lane: np.dtype[Any] | None) -> tuple[Array, ...]:
-    """What a cache holds of k and v (batch, heads, tokens, head_dim): in int8, with scales in `lane`, if given."""
+    """What a cache holds of k and v (batch, heads, tokens, head_dim); with `lane` int8, and scales in it."""
     if lane is None:
         return k, v
     (k, k_scale), (v, v_scale) = _rounded(k, lane), _rounded(v, lane)

@@ -50,7 +50,9 @@ class PagedKVCache:
     """
 
     @named("PagedKVCache")
-    def __init__(self, pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike = "float32"):
+    def __init__(
+        self, pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike = "float32"
+    ):
         _, kept_as = cache_args(0, dtype)
         assert kept_as is not None
         given = {"pages": pages, "page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
@@ -159,12 +161,12 @@ class PagedKVCache:
         wanted = [-(-end // self._page) - len(table) for end, table in zip(ends, tables, strict=True)]
         parts = stored(new_k, new_v, self._held[2].dtype if len(self._held) > 2 else None)
         fresh = iter(self._take(sum(wanted)))
-        for number, end, table, count in zip(numbers, ends, tables, wanted, strict=True):
-            table += [next(fresh) for _ in range(count)]
+        for number, end, pages, count in zip(numbers, ends, tables, wanted, strict=True):
+            pages += [next(fresh) for _ in range(count)]
             self._lengths[number] = end
         table = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
-        for row, pages in zip(table, tables, strict=True):
-            row[: len(pages)] = pages
+        for i, pages in enumerate(tables):
+            table[i, : len(pages)] = pages
         sequence, token = np.nonzero(np.arange(tokens) < np.array(added)[:, None])
         place = np.array(starts, np.int64)[sequence] + token
         page, row = table[sequence, place // self._page], place % self._page
@@ -176,7 +178,9 @@ class PagedKVCache:
 
     def _known(self, sequence: int) -> int:
         if type(sequence) is not int or sequence not in self._lengths:
-            raise ValueError(f"(): there is no sequence {sequence!r}; expected a number from allocate or fork")
+            raise ValueError(
+                f"(): there is no sequence {sequence!r}; expected a number from allocate or fork"
+            )
         return sequence
 
     def _take(self, count: int) -> list[int]:

@@ -1,5 +1,7 @@
 """Keys and values in pages: the bits of keys in one piece, whatever the pages are, and what is refused."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from oracle import assert_same_bits
@@ -19,7 +21,7 @@ SHAPES = [
 ]
 PAGES = (1, 3, 16, 48, 64, 192)
 every_page = pytest.mark.parametrize("page", PAGES)
-every_dtype = pytest.mark.parametrize("dtype", (*DTYPES, "int8"))
+every_dtype = pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
 
 
 def table_of(batch, pages, rng, spare=3):
@@ -66,7 +68,9 @@ def same(first, second):
 def test_bits_are_those_of_one_piece(shape, variant, page, dtype, implementation):
     rng = np.random.default_rng(page)
     q, held = inputs(shape, dtype, rng)
-    arguments = {"mask": STRUCTURES[variant](shape, rng)} if variant in STRUCTURES else combine([variant], shape, rng)
+    arguments = (
+        {"mask": STRUCTURES[variant](shape, rng)} if variant in STRUCTURES else combine([variant], shape, rng)
+    )
     table = table_of(shape.batch, shape.len_k // page, rng)
     pages = {name: paged(x, table, page, rows_first=page % 2 == 0) for name, x in held.items()}
     whole = fastattn.attention(q, **held, **arguments, return_lse=True)
@@ -132,7 +136,7 @@ def test_ragged_calls(dtype, options, page, implementation):
     table, pages = table_of(5, pages_each, rng), {}
     for name, x in ragged.items():
         padded = np.zeros((5, x.shape[1], pages_each * page, *x.shape[2:]), x.dtype)
-        for i, (begin, end) in enumerate(zip(begins_k, begins_k[1:], strict=False)):
+        for i, (begin, end) in enumerate(pairwise(begins_k)):
             padded[i, :, : end - begin] = x[begin:end].swapaxes(0, 1)
         pages[name] = paged(padded, table, page).swapaxes(1, 2)
     q = q[0].swapaxes(0, 1)
@@ -143,29 +147,40 @@ def test_ragged_calls(dtype, options, page, implementation):
 
 Q, PAGED, TABLE = np.ones((2, 4, 3, 8)), np.ones((10, 2, 16, 8)), np.arange(8).reshape(2, 4)
 RAGGED = np.ones((5, 4, 8))
-NAMES = {"attention": fastattn.attention, "functional": functional, "fastattn": fastattn, "Q": Q, "K": PAGED,
+NAMES = {"attention": fastattn.attention, "functional": functional, "fastattn": fastattn, "Q": Q, "K": PAGED, "P": PAGED.swapaxes(1, 2),
          "T": TABLE, "R": RAGGED, "C": layers.PagedKVCache}  # fmt: skip
 
 
 @refused(r"""
-attention(Q, K, K, block_table=T + 5) -> ValueError: attention\(\): block_table\[1, 1\] is 10; expected 0 to 9
-attention(Q, K, K, block_table=T - 1) -> ValueError: attention\(\): block_table\[0, 0\] is -1; expected 0 to 9
-attention(Q, K, K, block_table=T * 1.0) -> TypeError: attention\(\): block_table has dtype float64; expected int
-attention(Q, K, K, block_table=3) -> ValueError: block_table has shape \(\); expected \(..., pages of a sequence\)
+attention(Q, K, K, block_table=T + 5) -> ValueError:
+    attention\(\): block_table\[1, 1\] is 10; expected 0 to 9
+attention(Q, K, K, block_table=T - 1) -> ValueError:
+    attention\(\): block_table\[0, 0\] is -1; expected 0 to 9
+attention(Q, K, K, block_table=T * 1.0) -> TypeError:
+    attention\(\): block_table has dtype float64; expected int
+attention(Q, K, K, block_table=3) -> ValueError:
+    block_table has shape \(\); expected \(..., pages of a sequence\)
 attention(Q, K, K, block_table=T[:, None]) -> ValueError: block_table has shape \(2, 1, 4\)
-attention(Q, K[0], K[0], block_table=T) -> ValueError: k has shape \(2, 16, 8\); expected \(pages, heads_kv, page
+attention(Q, K[0], K[0], block_table=T) -> ValueError:
+    k has shape \(2, 16, 8\); expected \(pages, heads_kv, page
 attention(Q, K, K[:5], block_table=T) -> ValueError: v has 5 pages; expected 10, as k has
-attention(Q, K[:0], K[:0], block_table=T) -> ValueError: k has shape \(0, 2, 16, 8\); expected .*, none of them 0
+attention(Q, K[:0], K[:0], block_table=T) -> ValueError:
+    k has shape \(0, 2, 16, 8\); expected .*, none of them 0
 attention(Q, K, K, block_table=T, kv_lengths=[65, 1]) -> ValueError: kv_lengths has 65; expected 0 to 64
 attention(Q, K, K, block_table=T, mask=np.ones((3, 16), bool)) -> ValueError: mask has shape \(3, 16\)
-vjp(attention, Q, K, K, block_table=T) -> ValueError: block_table is given; expected none: pages have no gradients
-functional.attention_backward(Q, Q, K, K, Q, Q[..., 0], block_table=T) -> TypeError: block_table is not an argument
-functional.sigmoid_attention(Q, K, K, block_table=T) -> TypeError: block_table is not an argument: attention takes
-fastattn.varlen_attention(R, R, R, [0, 5], [0, 5], block_table=[[0]]) -> ValueError: k has shape \(5, 4, 8\)
-fastattn.varlen_attention(R, K.swapaxes(1, 2), K.swapaxes(1, 2), [0, 5], [0, 65], block_table=T[:1]) -> ValueError:
+vjp(attention, Q, K, K, block_table=T) -> ValueError:
+    block_table is given; expected none: pages have no gradients
+functional.attention_backward(Q, Q, K, K, Q, Q[..., 0], block_table=T) -> TypeError:
+    block_table is not an argument
+functional.sigmoid_attention(Q, K, K, block_table=T) -> TypeError:
+    block_table is not an argument: attention takes
+fastattn.varlen_attention(R, R, R, [0, 5], [0, 5], block_table=[[0]]) -> ValueError:
+    k has shape \(5, 4, 8\)
+fastattn.varlen_attention(R, P, P, [0, 5], [0, 65], block_table=T[:1]) -> ValueError:
     block_table has room for 64 keys of a sequence; expected at least 65
 C(0, 16, 2, 8) -> ValueError: PagedKVCache\(\): pages is 0; expected at least 1
-C(8, 16, 2, 8).append([1], K[:1], K[:1]) -> ValueError: there is no sequence 1; expected a number from allocate
+C(8, 16, 2, 8).append([1], K[:1], K[:1]) -> ValueError:
+    there is no sequence 1; expected a number from allocate
 C(8, 16, 2, 8).free(True) -> ValueError: PagedKVCache.free\(\): there is no sequence True
 C(8, 16, 2, 8, "int32") -> TypeError: dtype is 'int32'; expected float32
 """)

@@ -46,7 +46,9 @@ def test_sequences_come_grow_fork_and_go(dtype):
                     cached = own.append(*part)
                 assert cache.length(number) == own.length
                 expected = fastattn.attention(
-                    q[i : i + 1, :, :length], **cached._asdict() | {"q_offset": own.length - length}, causal=True
+                    q[i : i + 1, :, :length],
+                    **cached._asdict() | {"q_offset": own.length - length},
+                    causal=True,
                 )
                 np.testing.assert_allclose(out[i, :, :length], expected[0], rtol=1e-5, atol=1e-5)
         assert cache.free_pages == 40 - len({page for pages in cache._pages.values() for page in pages})
