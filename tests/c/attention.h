@@ -66,10 +66,11 @@ static void scatter_keys(int number, fa_attention_args *a)
             to.batch = memset(offsets, 0, (size_t)a->batch * sizeof *offsets);
         }
         to.blocks = blocks, to.block_size = size, to.blocks_row = listed ? 0 : n;
-        FOR(b, a->batch)
-        FOR(h, a->heads_kv)
-        FOR(j, a->len_k) memcpy(at(&to, b, h, j % size, 0) + blocks[b * to.blocks_row + j / size] * to.block,
-                                at(&from, b, h, j, 0), (size_t)(width[x] * bytes_of(from.dtype)));
+        FOR(b, a->batch) FOR(h, a->heads_kv) FOR(j, a->len_k)
+        {
+            char *row = at(&to, b, h, j % size, 0) + blocks[b * to.blocks_row + j / size] * to.block;
+            memcpy(row, at(&from, b, h, j, 0), (size_t)(width[x] * bytes_of(from.dtype)));
+        }
         *of_keys[x] = to;
     }
     seed = before;

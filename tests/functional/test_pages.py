@@ -147,8 +147,8 @@ def test_ragged_calls(dtype, options, page, implementation):
 
 Q, PAGED, TABLE = np.ones((2, 4, 3, 8)), np.ones((10, 2, 16, 8)), np.arange(8).reshape(2, 4)
 RAGGED = np.ones((5, 4, 8))
-NAMES = {"attention": fastattn.attention, "functional": functional, "fastattn": fastattn, "Q": Q, "K": PAGED, "P": PAGED.swapaxes(1, 2),
-         "T": TABLE, "R": RAGGED, "C": layers.PagedKVCache}  # fmt: skip
+NAMES = {"attention": fastattn.attention, "functional": functional, "fastattn": fastattn, "Q": Q, "K": PAGED,
+         "P": PAGED.swapaxes(1, 2), "T": TABLE, "R": RAGGED, "C": layers.PagedKVCache}  # fmt: skip
 
 
 @refused(r"""
