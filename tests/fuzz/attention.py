@@ -70,6 +70,26 @@ def int8_attention(d):
     return Call(function, {**arguments, **options(d, s, *left_out)}, attended)
 
 
+def of_pages(a):
+    """Describe the results of attention to pages for the arguments `a`."""
+    q, dim = np.asarray(a["q"]), np.asarray(a["v"]).shape[-1]
+    rows = q.shape[:-1] if q.ndim > 2 else (1, *q.shape[:-1])
+    found = [Like((*rows, dim), native(q))]
+    return [*found, Like(rows, lane_dtype(native(q)), finite=False)] if a.get("return_lse") else found
+
+
+@recipe
+def paged_attention(d):
+    """Draw a call with keys in pages, some of which may not exist."""
+    page, n, count = d.choose(1, 16, 64, d.size()), d.choose(0, 1, 2, 5), d.size(1, 9)
+    s = Scores.draw(d)
+    s = s._replace(one_head=False, len_k=page * n)
+    k, v = (d.floats(count, s.heads_kv, page, dim, dtype=s.dtype) for dim in (s.head_dim, s.head_dim_v))
+    table = d.rng.integers(0 if d.chance(0.8) else -1, count, (*s.batch, n))
+    arguments = {"q": s.q(d), "k": k, "v": v, "block_table": table, **options(d, s, "stats"), **dropped(d)}
+    return Call(fastattn.attention, arguments, of_pages)
+
+
 @recipe
 def explain(d):
     s = Scores.draw(d)
