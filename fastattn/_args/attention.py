@@ -335,9 +335,11 @@ def _add_ranges(
         args.q_position = offset
 
 
-def _attended(args: AttentionArgs) -> tuple[Ints, Ints]:
-    """The first key of each sequence that some row may attend, and the end of those keys, by the ranges."""
+def _attended(args: AttentionArgs) -> tuple[Ints | None, Ints]:
+    """The first key of each sequence that some row may attend, or None, and the end of these, by the ranges."""
     begin, end = key_ranges.closed(args.row_begin, args.row_end, args.len_k)
+    if args.row_begin is None:
+        return None, end.max(axis=(-2, -1), initial=0)
     some = begin < end
     first = np.where(some, begin, args.len_k).min(axis=(-2, -1), initial=args.len_k)
     return first, np.where(some, end, 0).max(axis=(-2, -1), initial=0)
