@@ -336,7 +336,7 @@ def _add_ranges(
 
 
 def _attended(args: AttentionArgs) -> tuple[Ints | None, Ints]:
-    """The first key of each sequence that some row may attend, or None, and the end of these, by the ranges."""
+    """The first key of each sequence that some row attends by the ranges, or None, and the end of these."""
     begin, end = key_ranges.closed(args.row_begin, args.row_end, args.len_k)
     if args.row_begin is None:
         return None, end.max(axis=(-2, -1), initial=0)
