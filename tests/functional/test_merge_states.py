@@ -74,3 +74,21 @@ def test_inputs_are_not_written():
         array.flags.writeable = False
     merged = fastattn.merge_states(outs, lses)
     assert all(array.flags.writeable for array in merged)
+
+
+def test_a_prefix_that_all_sequences_share(implementation):
+    """Their queries as rows of one sequence attend it: as in docs/attention.md."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((9, 6, 1, 16), np.float32)
+    prefix, own = (
+        rng.standard_normal((2, 1, 2, 70, 16), np.float32),
+        rng.standard_normal((2, 9, 2, 11, 16), np.float32),
+    )
+    shared, shared_lse = fastattn.attention(q.transpose(2, 1, 0, 3), *prefix, return_lse=True)
+    rest, rest_lse = fastattn.attention(q, *own, return_lse=True)
+    merged = fastattn.merge_states(
+        [shared.transpose(2, 1, 0, 3), rest], [shared_lse.transpose(2, 1, 0), rest_lse]
+    )
+    keys = [np.concatenate([np.repeat(x, 9, axis=0), y], axis=2) for x, y in zip(prefix, own, strict=True)]
+    for found, whole in zip(merged, fastattn.attention(q, *keys, return_lse=True), strict=True):
+        np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
