@@ -11,7 +11,7 @@
 #include "interface/rowwise.h"
 #include "any_nv.inc.h"
 
-#define ADDITIVE_DEPTH 64 /* dimensions that are summed before they are added: less is rounded away; an even number */
+#define ADDITIVE_DEPTH 8 /* dimensions that are summed before they are added: less is rounded away; an even number */
 #define ADDITIVE_MOST 8   /* of |q| and |k|: Q K <= e^32, and the product of two denominators is below 1e28 */
 
 typedef struct {
