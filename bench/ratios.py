@@ -4,6 +4,7 @@
     python -m bench ratios statistics            stats= and sigmoid_attention
     python -m bench ratios structures            masks of the bench, beside their share of all pairs
     python -m bench ratios neighborhood          13 x 13 on 64 x 64, and others
+    python -m bench ratios pages                 keys in shuffled pages beside one piece, steps and prompts
 
 Options: --length, --heads (of 64 dimensions), --isa.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -110,12 +112,38 @@ def neighborhood(shape: Shape) -> None:
         row(f"grid {grid}, kernel {kernel}, dilation {dilation}", took, f"f {f:.4f}, {took / f:5.2f} of f")
 
 
+def in_pages(x: Array, table: Array, page: int) -> Array:
+    """x (batch, heads, keys, head_dim) as (pages, heads, page, head_dim), in the order of `table`."""
+    batch, heads, keys, width = x.shape
+    pages = np.empty((table.size, heads, page, width), x.dtype)
+    pages[table.ravel()] = (
+        x.reshape(batch, heads, keys // page, page, width).swapaxes(1, 2).reshape(pages.shape)
+    )
+    return pages
+
+
+def pages(shape: Shape) -> None:
+    rng = np.random.default_rng(0)
+    for batch, len_q in ((16, 1), (1, shape.len_q)):
+        for dtype in ("float32", "bfloat16"):
+            own = shape_of(
+                batch, shape.heads_q, len_q, shape.len_k // 64 * 64, 64, max(1, shape.heads_q // 4)
+            )
+            q, k, v = make_inputs(own, dtype, rng)
+            for page in (16, 64, 128):
+                table = rng.permutation(batch * own.len_k // page).reshape(batch, -1)
+                k_pages, v_pages = (in_pages(x, table, page) for x in (k, v))
+                paged = partial(fastattn.attention, q, k_pages, v_pages, block_table=table, causal=True)
+                took = ratio(paged, partial(fastattn.attention, q, k, v, causal=True))
+                row(f"{own.name} in {dtype}, pages of {page}", took)
+
+
 def main(words: list[str]) -> None:
     """Parse the command line and measure."""
     parser = argparse.ArgumentParser(
         prog="python -m bench ratios", description=(__doc__ or "").splitlines()[0]
     )
-    measures = {f.__name__: f for f in (variants, statistics, structures, neighborhood)}
+    measures = {f.__name__: f for f in (variants, statistics, structures, neighborhood, pages)}
     parser.add_argument("what", choices=measures)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of variants")
     parser.add_argument("--length", type=int, default=2048)
