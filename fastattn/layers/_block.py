@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 Window = tuple[int, int] | None
 
 _NONE: Any = None
+_UNSCALED = ModifiersArgs(0.0)
 
 
 class Norm(NamedTuple):
@@ -145,7 +146,7 @@ class Block:
     heads: int = 0
     heads_kv: int = 0
     head_dim: int = 0
-    modifiers: ModifiersArgs = ModifiersArgs(0.0)
+    modifiers: ModifiersArgs = _UNSCALED
     attended: Projection = _NONE  # what follows attention
     layer: Any = None  # a `MultiHeadAttention`, in place of the maps and heads above: see `LayerStep`
     over_memory: bool = False  # only with a `layer`
