@@ -44,17 +44,28 @@ def tensor_of(x: Array) -> Any:
 def stand_ins(given: dict[str, Any]) -> dict[str, Any] | None:
     """The arguments of an operator with arrays in the place of tensors, whose values are not known.
 
-    They are the values that fit best: -1, which is no key, and the most kv_lengths. Sizes that are symbols
-    are those of the example; None if some are known to nobody.
+    They are the values that fit best: -1, which is no key, the most kv_lengths, the first page and all tokens
+    in the last sequence. Sizes that are symbols are those of the example; None if some are known to nobody.
     """
     leaves = tree_leaves([list(x.shape) if isinstance(x, torch.Tensor) else x for x in given.values()])
     if not all(x.node.has_hint() for x in leaves if isinstance(x, torch.SymInt)):
         return None
     given = tree_map(_stand_in, given)
-    lengths = given.get("kv_lengths")
-    if lengths is not None and lengths.dtype.kind in "iu":
-        given["kv_lengths"] = np.full(lengths.shape, [0, 0, *given["k"].shape][-2])
+    k, table = given.get("k"), given.get("block_table")
+    for name in _FITTING:
+        x = given.get(name)
+        if x is None or x.dtype.kind not in "iu":
+            continue
+        given[name] = fitting = np.zeros(x.shape, np.int64)
+        if name == "kv_lengths":
+            fitting += [0, 0, *k.shape][-2] * (1 if table is None else [1, *table.shape][-1])
+        elif x.ndim == 1 and (name == "cu_seqlens_q" or (name == "cu_seqlens_k" and table is None)):
+            fitting[-1:] = len(given[name[-1]])
     return given
+
+
+# Arguments of integers that have to fit others; 0 is a page, a seed, and the begin of every sequence.
+_FITTING = ("kv_lengths", "block_table", "seed", "cu_seqlens_q", "cu_seqlens_k")
 
 
 def _stand_in(x: Any) -> Any:
