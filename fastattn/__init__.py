@@ -61,7 +61,9 @@ __all__ = [
 ]
 
 # What is imported when first used: modules, and functions by the modules that have them.
-_MODULES = ("functional", "grad", "layers", "masks", "models", "ops", "plot", "positions", "torch", "train")
+_MODULES = (
+    "flash_attn", "functional", "grad", "layers", "masks", "models", "ops", "plot", "positions", "torch", "train",
+)  # fmt: skip
 _FUNCTIONS = {
     "show_config": "_engine.config",
     **dict.fromkeys(("attention", "attention_weights", "explain", "merge_states"), "functional._attention"),

@@ -17,7 +17,7 @@ from fastattn.torch._measure import measured
 from fastattn.torch._optimize import optimize
 from fastattn.torch._sdpa import patch_sdpa
 from fastattn.torch._threads import borrow
-from fastattn.torch._undo import Undo
+from fastattn._undo import Undo
 
 borrow()
 

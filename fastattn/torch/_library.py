@@ -78,7 +78,7 @@ def differentiate(op: Any, backward: Callable[..., Any], keep: Callable[..., Non
     function: Any = type(f"{op._opname}_function", (torch.autograd.Function,), methods)
 
     def autograd(keyset: Any, *args: Any, **options: Any) -> Any:
-        if not _differentiates(args):
+        if not differentiates(args):
             return op.redispatch(keyset & _C._after_autograd_keyset, *args, **options)
         if _C._are_functorch_transforms_active():  # which have unwrapped to this level already
             with enable_single_level_autograd_function():
@@ -103,14 +103,14 @@ def differentiate_by(op: Any, other: Any, result: Callable[[Any], Any]) -> None:
     """Compute `result` by `other` in place of `op` where derivatives are wanted: it keeps their inputs."""
 
     def autograd(keyset: Any, *args: Any, **options: Any) -> Any:
-        if _differentiates(args):
+        if differentiates(args):
             return result(other(*args, **options))
         return op.redispatch(keyset & _C._after_autograd_keyset, *args, **options)
 
     LIBRARY.impl(op._opname, autograd, "Autograd", with_keyset=True)
 
 
-def _differentiates(args: Any) -> bool:
+def differentiates(args: Any) -> bool:
     """Whether a derivative may be wanted: tangents do not ask whether gradients are enabled."""
     if forward_ad._current_level >= 0:
         return True

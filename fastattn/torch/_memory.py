@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable
 
-from fastattn.torch._undo import Shared
+from fastattn._undo import Shared
 
 
 def _usual(name: str, most: int) -> int:

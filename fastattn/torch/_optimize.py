@@ -23,7 +23,7 @@ from fastattn.torch._measure import GAIN, ratio_of
 from fastattn.torch._memory import keep_freed as keep_freed_memory
 from fastattn.torch._modules import hybrid_functions
 from fastattn.torch._sdpa import patch_sdpa, said
-from fastattn.torch._undo import Undo
+from fastattn._undo import Undo
 
 _OWN = "own"  # each weight keeps its dtype
 _MOST_MEASURED = 1024  # features: a product of 256 rows takes about 2 ms

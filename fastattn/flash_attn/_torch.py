@@ -1,0 +1,157 @@
+"""The functions for tensors: through torch's operators where there are gradients or a compiler, else directly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastattn._args.errors import named
+from fastattn._args.values import integer
+from fastattn.flash_attn._attend import attend
+from fastattn.flash_attn._cache import cached
+from fastattn.flash_attn._rotate import rotate_by_offsets
+from fastattn.torch._attention import attention_op, varlen_op, varlen_with_lse_op, with_lse_op
+from fastattn.torch._library import define, differentiate, differentiates
+from fastattn.torch._tensors import array_of, num_threads, tensor_of, traced
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_COUNT = 12  # tensors of `cached`
+
+
+def attend_tensors(
+    arrays: tuple[Any, ...], more: dict[str, Any], options: dict[str, Any], return_lse: bool
+) -> tuple[Any, Any]:
+    """Out and lse of `attend`, by the operators of attention where somebody looks on."""
+    seed = torch.randint(2**63 - 1, ()) if "dropout" in options else None
+    if not _observed([*arrays, *more.values()]):
+        given = {name: x if x is None else _array(x) for name, x in more.items()}
+        drawn = None if seed is None else int(seed)
+        out, lse = attend(tuple(map(_array, arrays)), given, options, return_lse, num_threads(), drawn)
+        return tensor_of(out), None if lse is None else tensor_of(lse)
+    q, k, v = arrays
+    options = {**more, **options, "seed": seed}
+    packed = "cu_seqlens_q" in more
+    if not packed:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if return_lse:
+        out, lse = (varlen_with_lse_op if packed else with_lse_op)(q, k, v, **options)
+    else:
+        out, lse = (varlen_op if packed else attention_op)(q, k, v, **options), None
+    return out if packed else out.transpose(1, 2), lse
+
+
+def _observed(tensors: list[Any]) -> bool:
+    """Whether a call needs torch's dispatcher: it is recorded, differentiated or cast, or a tensor is special."""
+    if traced() or differentiates(tensors) or torch.is_autocast_enabled("cpu"):
+        return True
+    return any(x is not None and not (type(x) in _PLAIN and x.is_cpu) for x in tensors)
+
+
+def cached_tensors(q: Any, *given: Any) -> tuple[Any, Any]:
+    """Out and lse of `flash_attn_with_kvcache`."""
+    if not traced():
+        return _cached(q, *given)
+    *tensors, scale, causal, window, softcap, interleaved, _ = given
+    if isinstance(lengths := tensors[6], int):
+        tensors[6] = torch.full((len(q),), lengths, dtype=torch.int32)
+    return _cached_op(  # type: ignore[no-any-return]
+        q, *tensors, softmax_scale=scale, causal=causal, window_size=window or (-1, -1), softcap=softcap,
+        rotary_interleaved=interleaved,
+    )  # fmt: skip
+
+
+def _cached(*given: Any) -> tuple[Any, Any]:
+    arrays = [x if x is None or isinstance(x, int) else _array(x) for x in given[:_COUNT]]
+    out, lse = cached(*arrays, *given[_COUNT:], num_threads())
+    return tensor_of(out), None if lse is None else tensor_of(lse)
+
+
+def _array(x: Any) -> Any:
+    """The memory of a tensor."""
+    return array_of(x.detach() if x.requires_grad else x)
+
+
+_TENSORS = (
+    "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k=None, Tensor? v=None, Tensor? rotary_cos=None,"
+    " Tensor? rotary_sin=None, Tensor? cache_seqlens=None, Tensor? cache_batch_idx=None,"
+    " Tensor? cache_leftpad=None, Tensor? block_table=None, Tensor? alibi_slopes=None"
+)
+_OPTIONS = (
+    "float? softmax_scale=None, bool causal=False, SymInt[2] window_size=[-1, -1], float? softcap=None,"
+    " bool rotary_interleaved=True"
+)
+_NAMES = [tensor.split()[1].removesuffix("=None") for tensor in _TENSORS.split(", ")]
+
+
+def _in_order(
+    tensors: Any, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1),
+    softcap: Any = None, rotary_interleaved: bool = True,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of the operator as `cached` takes them."""
+    window = None if list(window_size) == [-1, -1] else tuple(window_size)
+    missing = [None] * (_COUNT - len(tensors))
+    return *tensors, *missing, softmax_scale, causal, window, softcap, rotary_interleaved, True
+
+
+@named("flash_attn_with_kvcache")
+def _kernel(*tensors: Any, **options: Any) -> tuple[Any, Any]:
+    return _cached(*_in_order(tensors, **options))
+
+
+@named("flash_attn_with_kvcache")
+def _check(**given: Any) -> None:
+    tensors = [given.pop(name, None) for name in _NAMES]
+    cached(*_in_order(tensors, **given), compute=False)
+
+
+def _fake(q: Any, k_cache: Any, v_cache: Any, *tensors: Any, **options: Any) -> tuple[Any, Any]:
+    batch, length, heads, _ = q.shape
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    out = q.new_empty((batch, length, heads, v_cache.shape[-1]))
+    return out, q.new_empty((batch, heads, length), dtype=dtype)
+
+
+_cached_op = define(
+    f"flash_attn_with_kvcache({_TENSORS}, *, {_OPTIONS}) -> (Tensor, Tensor)", _kernel, _fake, _check
+)
+
+
+def rotate_tensor(x: Any, cos: Any, sin: Any, offsets: Any, cu_seqlens: Any, interleaved: bool) -> Any:
+    """`apply_rotary_emb` of a tensor."""
+    given = {"seqlen_offsets": offsets} if isinstance(offsets, torch.Tensor) else {}
+    first = 0 if given else integer("seqlen_offsets", offsets, 0)
+    return _rotate_op(x, cos, sin, cu_seqlens=cu_seqlens, offset=first, interleaved=interleaved, **given)
+
+
+def _rotated(
+    x: Any, cos: Any, sin: Any, seqlen_offsets: Any = None, cu_seqlens: Any = None, *, offset: int = 0,
+    interleaved: bool = False, conjugate: bool = False,
+) -> Any:  # fmt: skip
+    first = offset if seqlen_offsets is None else seqlen_offsets
+    return rotate_by_offsets(x, cos, sin, first, cu_seqlens, interleaved, False, conjugate)
+
+
+@named("apply_rotary_emb")
+def _rotate(*tensors: Any, **options: Any) -> Any:
+    return tensor_of(_rotated(*map(_array, tensors), **options))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+    ctx.save_for_backward(*inputs[1:])
+    ctx.options = options
+
+
+def _turned_back(ctx: Any, wanted: tuple[bool, ...], dout: Any) -> tuple[Any, ...]:
+    options = {**ctx.options, "conjugate": not ctx.options.get("conjugate", False)}
+    return _rotate_op(dout, *ctx.saved_tensors, **options), *[None] * len(ctx.saved_tensors)
+
+
+_rotate_op = define(
+    "apply_rotary_emb(Tensor x, Tensor cos, Tensor sin, Tensor? seqlen_offsets=None, Tensor? cu_seqlens=None, *,"
+    " SymInt offset=0, bool interleaved=False, bool conjugate=False) -> Tensor",
+    _rotate,
+    lambda x, *tensors, **options: x.new_empty(x.shape),
+    named("apply_rotary_emb")(_rotated),
+)
+differentiate(_rotate_op, _turned_back, _keep, "apply_rotary_emb")
