@@ -3,8 +3,11 @@
 `install` lets programs that say ``import flash_attn`` have them. docs/flash-attn.md is the guide.
 """
 
+import sys
+
 from fastattn._args.names import show_public
 from fastattn.flash_attn._install import install
+from fastattn.flash_attn._lazy import of_tensors
 from fastattn.flash_attn.flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -27,5 +30,8 @@ __all__ = [
     "flash_attn_with_kvcache",
     "install",
 ]
+
+if sys.modules.get("torch"):  # else with the first tensor: what is compiled needs its operators before
+    of_tensors()
 
 show_public(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fastattn._args.attention import attention_args
-from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.types import FLOAT32, Array, Ints
 from fastattn._args.values import WRITEABLE, as_array, flag, float_array, integers, is_ready, number
 from fastattn._engine import dispatch
@@ -41,6 +41,9 @@ def cached(
 ) -> tuple[Any, Any]:
     """Out, (batch, len_q, heads_q, head_dim), and lse; without `compute`, check what is not known of values."""
     if not (type(q) is type(k_cache) is type(v_cache) is np.ndarray):
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if k is not None and not isinstance(x, np.ndarray):
+                raise wrong_type(name, x, "an ndarray, as k is given: it is written in place")
         q, k_cache, v_cache = same_kind(q, q=q, k_cache=k_cache, v_cache=v_cache)
     require_shapes(_NAMES, q.shape, k_cache.shape, v_cache.shape)
     batch, len_q = q.shape[:2]

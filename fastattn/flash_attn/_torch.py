@@ -62,7 +62,7 @@ def cached_tensors(q: Any, *given: Any) -> tuple[Any, Any]:
 
 
 def _cached(*given: Any) -> tuple[Any, Any]:
-    arrays = [x if x is None or isinstance(x, int) else _array(x) for x in given[:_COUNT]]
+    arrays = [_array(x) if isinstance(x, torch.Tensor) else x for x in given[:_COUNT]]
     out, lse = cached(*arrays, *given[_COUNT:], num_threads())
     return tensor_of(out), None if lse is None else tensor_of(lse)
 
@@ -134,7 +134,7 @@ def _rotated(
 
 @named("apply_rotary_emb")
 def _rotate(*tensors: Any, **options: Any) -> Any:
-    return tensor_of(_rotated(*map(_array, tensors), **options))
+    return tensor_of(_rotated(*[x if x is None else _array(x) for x in tensors], **options))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:

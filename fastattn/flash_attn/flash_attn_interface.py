@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from fastattn._args.attention import dropout_of
@@ -20,6 +19,7 @@ from fastattn.flash_attn._check import (
     softcap_of,
     window_of,
 )
+from fastattn.flash_attn._lazy import of_tensors
 
 __all__ = [
     "flash_attn_func",
@@ -311,7 +311,7 @@ def flash_attn_with_kvcache(
             flag("return_softmax_lse", return_softmax_lse),
         )  # fmt: skip
         if is_tensor(q):
-            run = import_module("fastattn.flash_attn._torch").cached_tensors
+            run = of_tensors().cached_tensors
             out, lse = run(*tensors, *more, *options)
         else:
             out, lse = cached(*tensors, *more, *options)
@@ -359,7 +359,7 @@ def _attend(
         options["window"] = window
         run = attend
         if is_tensor(q):
-            run = import_module("fastattn.flash_attn._torch").attend_tensors
+            run = of_tensors().attend_tensors
         out, lse = run((q, k, v), more, options, return_attn_probs)
         return (out, lse, None) if return_attn_probs else out
     except Exception as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from fastattn._args.errors import named
 from fastattn._args.names import show_public
 from fastattn._args.values import flag
 from fastattn.flash_attn._check import is_tensor, raise_shape, same_kind
+from fastattn.flash_attn._lazy import of_tensors
 from fastattn.flash_attn._rotate import rotate_by_offsets
 
 __all__ = ["RotaryEmbedding", "apply_rotary_emb", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"]
@@ -58,7 +58,7 @@ def apply_rotary_emb(
     inplace = flag("inplace", inplace)
     if not is_tensor(x):
         return rotate_by_offsets(x, cos, sin, seqlen_offsets, cu_seqlens, interleaved, inplace, False)
-    rotated = import_module("fastattn.flash_attn._torch").rotate_tensor(
+    rotated = of_tensors().rotate_tensor(
         x, cos, sin, seqlen_offsets, cu_seqlens, flag("interleaved", interleaved)
     )
     return x.copy_(rotated) if inplace else rotated
@@ -126,7 +126,7 @@ class RotaryEmbedding:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RotaryEmbedding:
-        return super().__new__(_module() if cls is RotaryEmbedding and "torch" in sys.modules else cls)
+        return super().__new__(_module() if cls is RotaryEmbedding and sys.modules.get("torch") else cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self).__module__ != __name__:
