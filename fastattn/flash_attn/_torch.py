@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastattn._args.errors import named
@@ -137,6 +138,13 @@ def _rotate(*tensors: Any, **options: Any) -> Any:
     return tensor_of(_rotated(*[x if x is None else _array(x) for x in tensors], **options))
 
 
+@named("apply_rotary_emb")
+def _check_rotary(x: Any, cu_seqlens: Any = None, **given: Any) -> None:
+    if cu_seqlens is not None:  # positions are not known: those of no tokens
+        x, cu_seqlens = x[:0], np.zeros_like(cu_seqlens)
+    _rotated(x, cu_seqlens=cu_seqlens, **given)
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
     ctx.save_for_backward(*inputs[1:])
     ctx.options = options
@@ -152,6 +160,6 @@ _rotate_op = define(
     " SymInt offset=0, bool interleaved=False, bool conjugate=False) -> Tensor",
     _rotate,
     lambda x, *tensors, **options: x.new_empty(x.shape),
-    named("apply_rotary_emb")(_rotated),
+    _check_rotary,
 )
 differentiate(_rotate_op, _turned_back, _keep, "apply_rotary_emb")

@@ -66,7 +66,7 @@ def stand_ins(given: dict[str, Any]) -> dict[str, Any] | None:
 
 # Arguments of integers that have to fit others, and whose tokens their last one counts. 0 is a page, a seed,
 # the begin of every sequence.
-_FITTING = {"kv_lengths": "", "cu_seqlens_q": "q", "cu_seqlens_k": "k", "cu_seqlens": "x"} | dict.fromkeys(
+_FITTING = {"kv_lengths": "", "cu_seqlens_q": "q", "cu_seqlens_k": "k"} | dict.fromkeys(
     ("block_table", "seed", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "seqlen_offsets"), ""
 )
 
