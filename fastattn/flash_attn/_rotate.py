@@ -41,12 +41,13 @@ def rows_of(tables: Tables, first: Any, count: int, name: str, by: str) -> Table
 
 def turned(name: str, x: Array, rows: Tables, interleaved: bool) -> Array:
     """`x`, the argument `name`, turned by the rows of its tokens: those of all batch items, or of each."""
-    source = operand(name, x, []).swapaxes(-3, -2)
+    source = operand(name, x, [])
     out, lane = np.empty(source.shape, source.dtype), lane_dtype(source.dtype)
     cos, sin = [np.ascontiguousarray(t, lane)[..., None, :, :] for t in rows]
     if out.size:
-        dispatch.run(RopeArgs(source, out, cos, sin, interleaved, settings.get_num_threads()))
-    return out.swapaxes(-3, -2)
+        by_head = source.swapaxes(-3, -2), out.swapaxes(-3, -2)
+        dispatch.run(RopeArgs(*by_head, cos, sin, interleaved, settings.get_num_threads()))
+    return out
 
 
 def rotate_by_offsets(

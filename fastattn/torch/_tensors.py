@@ -59,16 +59,16 @@ def stand_ins(given: dict[str, Any]) -> dict[str, Any] | None:
         given[name] = fitting = np.zeros(x.shape, np.int64)
         if name == "kv_lengths":
             fitting += [0, 0, *k.shape][-2] * (1 if table is None else [1, *table.shape][-1])
-        elif x.ndim == 1 and (name != "cu_seqlens_k" or table is None):
-            fitting[-1:] = len(given[_FITTING[name]]) if _FITTING[name] else 0
+        elif x.ndim == 1 and (name == "cu_seqlens_q" or (name == "cu_seqlens_k" and table is None)):
+            fitting[-1:] = len(given[name[-1]])
     return given
 
 
-# Arguments of integers that have to fit others, and whose tokens their last one counts. 0 is a page, a seed,
-# the begin of every sequence.
-_FITTING = {"kv_lengths": "", "cu_seqlens_q": "q", "cu_seqlens_k": "k"} | dict.fromkeys(
-    ("block_table", "seed", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "seqlen_offsets"), ""
-)
+# Arguments of integers that have to fit others. 0 is a page, a seed, a position, and the begin of a sequence.
+_FITTING = (
+    "kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seed", "cache_seqlens", "cache_batch_idx",
+    "cache_leftpad", "seqlen_offsets",
+)  # fmt: skip
 
 
 def _stand_in(x: Any) -> Any:
