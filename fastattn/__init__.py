@@ -62,7 +62,8 @@ __all__ = [
 
 # What is imported when first used: modules, and functions by the modules that have them.
 _MODULES = (
-    "flash_attn", "functional", "grad", "layers", "masks", "models", "ops", "plot", "positions", "torch", "train",
+    "flash_attn", "functional", "grad", "layers", "masks", "models", "ops", "plot", "positions", "torch",
+    "train",
 )  # fmt: skip
 _FUNCTIONS = {
     "show_config": "_engine.config",

@@ -32,14 +32,17 @@ def cached(
     alibi_slopes: Any,
     softmax_scale: Any,
     causal: Any,
-    window: tuple[int, int] | None,
+    window: Any,
     softcap: Any,
     interleaved: Any,
-    return_lse: bool,
+    return_lse: Any,
     num_threads: int | None = None,
     compute: bool = True,
 ) -> tuple[Any, Any]:
-    """Out, (batch, len_q, heads_q, head_dim), and lse; without `compute`, check what is not known of values."""
+    """Out, (batch, len_q, heads_q, head_dim), and lse.
+
+    Without `compute`, check shapes and types alone: values are not those of the call.
+    """
     if not (type(q) is type(k_cache) is type(v_cache) is np.ndarray):
         for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
             if k is not None and not isinstance(x, np.ndarray):
@@ -66,7 +69,8 @@ def cached(
         more = "rotary_cos", "cache_seqlens"
         rows = rows_of(tables, lengths, steps, *more)
         if steps < len_q:
-            rows = tuple(np.broadcast_to(x, (*x.shape[:-2], len_q, x.shape[-1])) for x in rows)
+            cos, sin = (np.broadcast_to(x, (*x.shape[:-2], len_q, x.shape[-1])) for x in rows)
+            rows = cos, sin
         interleaved = flag("rotary_interleaved", interleaved)
         q = turned("q", q, rows, interleaved)
         parts = turned("k", parts[0], rows_of(tables, lengths, new, *more), interleaved), parts[1]
@@ -129,7 +133,10 @@ def _new_rows(k: Any, v: Any, q: Array, k_cache: Array, v_cache: Array) -> tuple
 def _table(
     block_table: Any, cache_batch_idx: Any, batch: int, held: int, page: int
 ) -> tuple[Ints | None, int]:
-    """The pages of each sequence, where a row that `cache_batch_idx` chooses is one, and the room of a sequence."""
+    """The pages of each sequence, if there are some, and the rows of a sequence.
+
+    With `cache_batch_idx`, the rows that it chooses are the pages.
+    """
     if block_table is None and cache_batch_idx is None:
         return None, page
     if cache_batch_idx is None:

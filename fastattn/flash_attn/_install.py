@@ -40,7 +40,9 @@ def install() -> Undo:
 def _put() -> Callable[[], None]:
     """Put the modules where imports look; returns what takes them away."""
     if "flash_attn" in sys.modules or find_spec("flash_attn") is not None:
-        raise RuntimeError("install(): there is a flash_attn already; expected the package not to be installed")
+        raise RuntimeError(
+            "install(): there is a flash_attn already; expected the package not to be installed"
+        )
     for name in _MODULES:
         sys.modules[f"flash_attn{name}"] = import_module(f"fastattn.flash_attn{name}")
 

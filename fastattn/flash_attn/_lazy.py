@@ -1,4 +1,4 @@
-"""The functions for tensors, which are imported with the first of these, or where torch is imported before."""
+"""The functions for tensors, which are imported with the first of these, or with torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary positions of arrays with the heads inside: (batch, length, heads, head_dim) or (tokens, heads, head_dim)."""
+"""Rotary positions of arrays with the heads inside, as (batch, length, heads, head_dim)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tables_of(cos: Any, sin: Any, head_dim: int, prefix: str = "") -> Tables:
 
 
 def rows_of(tables: Tables, first: Any, count: int, name: str, by: str) -> Tables:
-    """Rows of `count` tokens from position `first` on: a number, or (batch,), which comes from the argument `by`."""
+    """Rows of `count` tokens from position `first` on, a number or (batch,), as the argument `by` says."""
     if type(first) is int:
         end, at = first + count, slice(first, first + count)
     else:
@@ -51,7 +51,14 @@ def turned(name: str, x: Array, rows: Tables, interleaved: bool) -> Array:
 
 
 def rotate_by_offsets(
-    x: Any, cos: Any, sin: Any, offsets: Any, cu_seqlens: Any, interleaved: Any, inplace: bool, conjugate: bool
+    x: Any,
+    cos: Any,
+    sin: Any,
+    offsets: Any,
+    cu_seqlens: Any,
+    interleaved: Any,
+    inplace: bool,
+    conjugate: bool,
 ) -> Array:
     """The result of `apply_rotary_emb` for arrays, or its gradient, the conjugate."""
     x = float_array("x", x)

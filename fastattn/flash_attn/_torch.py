@@ -1,4 +1,4 @@
-"""The functions for tensors: through torch's operators where there are gradients or a compiler, else directly."""
+"""The functions for tensors: by operators of torch where there are gradients or a compiler, else directly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def attend_tensors(
 
 
 def _observed(tensors: list[Any]) -> bool:
-    """Whether a call needs torch's dispatcher: it is recorded, differentiated or cast, or a tensor is special."""
+    """Whether torch's dispatcher has to see a call: recorded, differentiated, cast, or of special tensors."""
     if traced() or differentiates(tensors) or torch.is_autocast_enabled("cpu"):
         return True
     return any(x is not None and not (type(x) in _PLAIN and x.is_cpu) for x in tensors)
@@ -52,7 +52,7 @@ def _observed(tensors: list[Any]) -> bool:
 def cached_tensors(q: Any, *given: Any) -> tuple[Any, Any]:
     """Out and lse of `flash_attn_with_kvcache`."""
     if not traced():
-        return _cached(q, *given)
+        return _cached(q, *given, num_threads())
     *tensors, scale, causal, window, softcap, interleaved, _ = given
     if isinstance(lengths := tensors[6], int):
         tensors[6] = torch.full((len(q),), lengths, dtype=torch.int32)
@@ -64,7 +64,7 @@ def cached_tensors(q: Any, *given: Any) -> tuple[Any, Any]:
 
 def _cached(*given: Any) -> tuple[Any, Any]:
     arrays = [_array(x) if isinstance(x, torch.Tensor) else x for x in given[:_COUNT]]
-    out, lse = cached(*arrays, *given[_COUNT:], num_threads())
+    out, lse = cached(*arrays, *given[_COUNT:])
     return tensor_of(out), None if lse is None else tensor_of(lse)
 
 
@@ -74,9 +74,10 @@ def _array(x: Any) -> Any:
 
 
 _TENSORS = (
-    "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k=None, Tensor? v=None, Tensor? rotary_cos=None,"
-    " Tensor? rotary_sin=None, Tensor? cache_seqlens=None, Tensor? cache_batch_idx=None,"
-    " Tensor? cache_leftpad=None, Tensor? block_table=None, Tensor? alibi_slopes=None"
+    "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k=None, Tensor? v=None,"
+    " Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? cache_seqlens=None,"
+    " Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, Tensor? block_table=None,"
+    " Tensor? alibi_slopes=None"
 )
 _OPTIONS = (
     "float? softmax_scale=None, bool causal=False, SymInt[2] window_size=[-1, -1], float? softcap=None,"
@@ -87,12 +88,13 @@ _NAMES = [tensor.split()[1].removesuffix("=None") for tensor in _TENSORS.split("
 
 def _in_order(
     tensors: Any, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1),
-    softcap: Any = None, rotary_interleaved: bool = True,
+    softcap: Any = None, rotary_interleaved: bool = True, compute: bool = True,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of the operator as `cached` takes them."""
     window = None if list(window_size) == [-1, -1] else tuple(window_size)
     missing = [None] * (_COUNT - len(tensors))
-    return *tensors, *missing, softmax_scale, causal, window, softcap, rotary_interleaved, True
+    options = softmax_scale, causal, window, softcap, rotary_interleaved, True, num_threads(), compute
+    return *tensors, *missing, *options
 
 
 @named("flash_attn_with_kvcache")
@@ -103,7 +105,7 @@ def _kernel(*tensors: Any, **options: Any) -> tuple[Any, Any]:
 @named("flash_attn_with_kvcache")
 def _check(**given: Any) -> None:
     tensors = [given.pop(name, None) for name in _NAMES]
-    cached(*_in_order(tensors, **given), compute=False)
+    cached(*_in_order(tensors, compute=False, **given))
 
 
 def _fake(q: Any, k_cache: Any, v_cache: Any, *tensors: Any, **options: Any) -> tuple[Any, Any]:
@@ -156,8 +158,8 @@ def _turned_back(ctx: Any, wanted: tuple[bool, ...], dout: Any) -> tuple[Any, ..
 
 
 _rotate_op = define(
-    "apply_rotary_emb(Tensor x, Tensor cos, Tensor sin, Tensor? seqlen_offsets=None, Tensor? cu_seqlens=None, *,"
-    " SymInt offset=0, bool interleaved=False, bool conjugate=False) -> Tensor",
+    "apply_rotary_emb(Tensor x, Tensor cos, Tensor sin, Tensor? seqlen_offsets=None,"
+    " Tensor? cu_seqlens=None, *, SymInt offset=0, bool interleaved=False, bool conjugate=False) -> Tensor",
     _rotate,
     lambda x, *tensors, **options: x.new_empty(x.shape),
     _check_rotary,

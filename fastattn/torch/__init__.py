@@ -12,12 +12,12 @@ except ImportError as error:
 
 import fastattn.torch._attention
 import fastattn.torch._variants  # noqa: F401 - define operators
+from fastattn._undo import Undo
 from fastattn.torch._hugging_face import register
 from fastattn.torch._measure import measured
 from fastattn.torch._optimize import optimize
 from fastattn.torch._sdpa import patch_sdpa
 from fastattn.torch._threads import borrow
-from fastattn._undo import Undo
 
 borrow()
 

@@ -86,7 +86,9 @@ def _operators(
         given["window"], given["num_threads"] = sides(given.get("window")), num_threads()
         return {n: array_of(x) if isinstance(x, torch.Tensor) else x for n, x in given.items()}
 
-    def compute(values: Sequence[Any], options: dict[str, Any], return_lse: bool) -> tuple[Any, AttentionArgs]:
+    def compute(
+        values: Sequence[Any], options: dict[str, Any], return_lse: bool
+    ) -> tuple[Any, AttentionArgs]:
         args = args_of(**arguments(values, options), return_lse=return_lse)
         out = args.result[0] if return_lse else args.result
         if not packed:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from fastattn._engine.settings import available_isas
+from fastattn._undo import Undo
 from fastattn.torch._attention import attention_op, with_lse_op
 from fastattn.torch._measure import attention_key, gains, measuring, sample, torchs
 from fastattn.torch._modules import IN_USE, measures
 from fastattn.torch._tensors import traced
-from fastattn._undo import Undo
 from fastattn.torch._variants import selected_op
 
 NAME = "fastattn"

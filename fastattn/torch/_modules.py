@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from fastattn._args.errors import put_name
+from fastattn._undo import Shared
 from fastattn.torch._hybrids import FUNCTIONS, PACKED, REFUSED, NotTaken
 from fastattn.torch._indexers import with_promises
 from fastattn.torch._measure import gains, measuring, refused
 from fastattn.torch._tensors import traced
-from fastattn._undo import Shared
 
 # The attribute by which parts of models keep a function of their module from the start.
 _HELD = {"multi_scale_deformable_attention_v2": "ms_deformable_attn_core"}

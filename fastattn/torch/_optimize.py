@@ -17,13 +17,13 @@ from fastattn._args.ops import integer_activations
 from fastattn._args.packed import OF_FLOAT32
 from fastattn._args.types import DTypeLike, Rounding
 from fastattn._args.values import flag
+from fastattn._undo import Undo
 from fastattn.torch._hugging_face import NAME, register
 from fastattn.torch._linear import CLASSES, TAKEN, FrozenLinear
 from fastattn.torch._measure import GAIN, ratio_of
 from fastattn.torch._memory import keep_freed as keep_freed_memory
 from fastattn.torch._modules import hybrid_functions
 from fastattn.torch._sdpa import patch_sdpa, said
-from fastattn._undo import Undo
 
 _OWN = "own"  # each weight keeps its dtype
 _MOST_MEASURED = 1024  # features: a product of 256 rows takes about 2 ms

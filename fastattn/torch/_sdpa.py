@@ -13,9 +13,9 @@ import torch
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import named
 from fastattn._engine import dispatch, settings
+from fastattn._undo import Shared, Undo
 from fastattn.torch._measure import attention_key, gains, measured, measuring, sample
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
-from fastattn._undo import Shared, Undo
 
 _OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -51,7 +51,8 @@ def stand_ins(given: dict[str, Any]) -> dict[str, Any] | None:
     if not all(x.node.has_hint() for x in leaves if isinstance(x, torch.SymInt)):
         return None
     given = tree_map(_stand_in, given)
-    k, table = given.get("k"), given.get("block_table")
+    k: Any = given.get("k")
+    table = given.get("block_table")
     for name in _FITTING:
         x = given.get(name)
         if x is None or x.dtype.kind not in "iu":

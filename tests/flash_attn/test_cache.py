@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache on arrays: what is written, what is computed, and that nothing is before an error."""
+"""flash_attn_with_kvcache on arrays: what it writes and computes, and that errors come before both."""
 
 import flash
 import ml_dtypes
@@ -13,7 +13,7 @@ GARBAGE = np.nan  # in rows that nobody may read
 
 
 def drawn(seed, dtype=np.float32):
-    """A call, drawn from everything that combines: arguments by name, and what the oracle knows of the rows."""
+    """A call, drawn from all that combines: arguments by name, and what the oracle knows of the rows."""
     rng = np.random.default_rng(seed)
 
     def one_of(*values):
@@ -26,7 +26,9 @@ def drawn(seed, dtype=np.float32):
     if paged:
         count = -(-rows // page)
         where["block_table"] = rng.permutation(batch * count + 2)[: batch * count].reshape(batch, count)
-        where["block_table"] = where["block_table"].astype(one_of(np.int32, np.int64, np.uint8 if page > 8 else np.int32))
+        where["block_table"] = where["block_table"].astype(
+            one_of(np.int32, np.int64, np.uint8 if page > 8 else np.int32)
+        )
         shape, rows = (batch * count + 2, page), count * page
     elif one_of(True, False):
         where["batch_idx"], shape = rng.permutation(batch + 2)[:batch], (batch + 2, rows)
@@ -52,13 +54,16 @@ def drawn(seed, dtype=np.float32):
             angle = rng.random((rows + 70, pairs)) * 7
             call |= {"rotary_cos": np.cos(angle).astype(dtype), "rotary_sin": np.sin(angle).astype(dtype)}
             call["rotary_interleaved"] = one_of(True, False)
-    call["cache_seqlens"] = int(lengths[0]) if (lengths == lengths[0]).all() and one_of(True, False) else lengths
+    call["cache_seqlens"] = (
+        int(lengths[0]) if (lengths == lengths[0]).all() and one_of(True, False) else lengths
+    )
     call |= {"cache_batch_idx" if name == "batch_idx" else name: x for name, x in where.items()}
     if leftpad.any():
         call["cache_leftpad"] = leftpad
     options = one_of(
-        {}, {"causal": True}, {"causal": True, "window_size": (20, 0)}, {"window_size": (9, 13)}, {"softcap": 3.0},
-        {"alibi": np.linspace(0.1, 1, 6)}, {"alibi": np.linspace(0.1, 1, 6 * batch).reshape(batch, 6), "causal": True},
+        {}, {"causal": True}, {"causal": True, "window_size": (20, 0)}, {"window_size": (9, 13)},
+        {"softcap": 3.0}, {"alibi": np.linspace(0.1, 1, 6)},
+        {"alibi": np.linspace(0.1, 1, 6 * batch).reshape(batch, 6), "causal": True},
         {"scale": 0.4, "causal": True},
     )  # fmt: skip
     names = {"alibi": "alibi_slopes", "scale": "softmax_scale"}
@@ -86,7 +91,9 @@ def hold(call, where, options, lengths, leftpad, total, bound):
                 old[place] = cache[place]
         np.testing.assert_array_equal(np.float64(cache), np.float64(old))  # and nothing else was written
     for b in range(len(q)):
-        keys = [flash.keys_of(x, b, leftpad[b], total[b], **where) for x in (call["k_cache"], call["v_cache"])]
+        keys = [
+            flash.keys_of(x, b, leftpad[b], total[b], **where) for x in (call["k_cache"], call["v_cache"])
+        ]
         slopes = options.get("alibi")
         more = {} if slopes is None else {"alibi": slopes[b] if slopes.ndim == 2 else slopes}
         arguments = flash.options_of(len_q, total[b] - leftpad[b], **options | more)
@@ -104,14 +111,22 @@ def test_the_definition(implementation, seed):
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize(("dtype", "bound"), [(np.float64, 1e-14), (np.float16, 4e-3), (ml_dtypes.bfloat16, 4e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(np.float64, 1e-14), (np.float16, 4e-3), (ml_dtypes.bfloat16, 4e-2)]
+)
 def test_types(implementation, dtype, bound, seed):
     hold(*drawn(1000 + seed, dtype), bound=bound)
 
 
 def cache_of(batch=2, rows=64):
     rng = np.random.default_rng(0)
-    shapes = (batch, 1, 4, 16), (batch, rows, 2, 16), (batch, rows, 2, 16), (batch, 1, 2, 16), (batch, 1, 2, 16)
+    shapes = (
+        (batch, 1, 4, 16),
+        (batch, rows, 2, 16),
+        (batch, rows, 2, 16),
+        (batch, 1, 2, 16),
+        (batch, 1, 2, 16),
+    )
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
@@ -157,18 +172,25 @@ NAMES["one"] = np.lib.stride_tricks.as_strided(NAMES["one"], strides=(0, *NAMES[
 
 
 @refused(r"""
-w(q, kc, vc, k, v) -> ValueError: ^flash_attn_with_kvcache\(\): cache_seqlens is None; expected where the new keys go
+w(q, kc, vc, k, v)
+    -> ValueError: ^flash_attn_with_kvcache\(\): cache_seqlens is None; expected where the new keys go
 w(q, kc, vc, k, cache_seqlens=3) -> ValueError: ^flash_attn_with_kvcache\(\): k is given without v
-w(q, kc, vc, k, v, cache_seqlens=64) -> ValueError: cache_seqlens has 64 and k 1 new keys; .*the 64 rows of a sequence
+w(q, kc, vc, k, v, cache_seqlens=64)
+    -> ValueError: cache_seqlens has 64 and k 1 new keys; .*the 64 rows of a sequence
 w(q, kc, vc, k, v, cache_seqlens=[3, 64]) -> ValueError: cache_seqlens has 64 and k 1 new keys
-w(q, kc, vc, cache_seqlens=65) -> ValueError: cache_seqlens has 65; expected at least 0, and at most the 64 rows
+w(q, kc, vc, cache_seqlens=65)
+    -> ValueError: cache_seqlens has 65; expected at least 0, and at most the 64 rows
 w(q, kc, vc, cache_seqlens=[3, -1]) -> ValueError: cache_seqlens has -1; expected at least 0
 w(q, kc, vc, cache_seqlens=[3.0, 1.0]) -> TypeError: cache_seqlens has dtype float64; expected integers
-w(q, kc, vc, cache_seqlens=[3, 1, 2]) -> ValueError: cache_seqlens has shape \(3,\); expected \(2,\), or one number
-w(q, kc, vc, k[:1], v[:1], cache_seqlens=3) -> ValueError: k has shape \(1, 1, 2, 16\); expected \(2, 1, 2, 16\), as q
-w(q, kc, vc, k, v[..., :9], cache_seqlens=3) -> ValueError: v has shape \(2, 1, 2, 9\); expected .* as q and v_cache
+w(q, kc, vc, cache_seqlens=[3, 1, 2])
+    -> ValueError: cache_seqlens has shape \(3,\); expected \(2,\), or one number
+w(q, kc, vc, k[:1], v[:1], cache_seqlens=3)
+    -> ValueError: k has shape \(1, 1, 2, 16\); expected \(2, 1, 2, 16\), as q
+w(q, kc, vc, k, v[..., :9], cache_seqlens=3)
+    -> ValueError: v has shape \(2, 1, 2, 9\); expected .* as q and v_cache
 w(q, kc, vc, k.astype(int), v, cache_seqlens=3) -> TypeError: k has dtype int64
-w(q, kc[:1], vc[:1]) -> ValueError: k_cache has shape \(1, 64, 2, 16\); expected at least 2 sequences, as q has
+w(q, kc[:1], vc[:1])
+    -> ValueError: k_cache has shape \(1, 64, 2, 16\); expected at least 2 sequences, as q has
 w(q, kc[0], vc) -> ValueError: k_cache has shape \(64, 2, 16\); expected \(batch, length, heads, head_dim\)
 w(q, kc, vc[:, 1:]) -> ValueError: v_cache has a length of 63
 w(q.astype(np.float64), kc, vc) -> TypeError: q, k_cache and v_cache have dtypes float64
@@ -176,27 +198,38 @@ w(q, fixed, vc, k, v, cache_seqlens=3) -> ValueError: k_cache cannot be written 
 w(q, kc, one, k, v, cache_seqlens=3) -> ValueError: v_cache cannot be written in place: .*overlaps itself
 w(q, kc, kc[..., ::-1], k, v, cache_seqlens=3) -> ValueError: v_cache cannot be written in place
 w(q, kc.tolist(), vc, k, v, cache_seqlens=3) -> TypeError: k_cache is of type list; expected an ndarray
-w(q, kc, vc, k, v, t, cache_seqlens=3) -> ValueError: rotary_sin is None; expected rotary_cos, rotary_sin, k and v
+w(q, kc, vc, k, v, t, cache_seqlens=3)
+    -> ValueError: rotary_sin is None; expected rotary_cos, rotary_sin, k and v
 w(q, kc, vc, rotary_cos=t, rotary_sin=t, cache_seqlens=3) -> ValueError: k is None; expected rotary_cos
-w(q, kc, vc, k, v, t[:9], t[:9], cache_seqlens=9) -> ValueError: rotary_cos has 9 positions; expected at least 10
-w(q, kc, vc, k, v, t, t[:, :3], cache_seqlens=9) -> ValueError: rotary_sin has shape \(64, 3\); expected \(64, 8\)
+w(q, kc, vc, k, v, t[:9], t[:9], cache_seqlens=9)
+    -> ValueError: rotary_cos has 9 positions; expected at least 10
+w(q, kc, vc, k, v, t, t[:, :3], cache_seqlens=9)
+    -> ValueError: rotary_sin has shape \(64, 3\); expected \(64, 8\)
 w(q, kc, vc, k, v, t[0], t[0], cache_seqlens=9) -> ValueError: rotary_cos has shape \(8,\)
 w(q, kc, vc, k, v, t.repeat(2, 1), t.repeat(2, 1), cache_seqlens=9) -> ValueError: half of a head_dim of 16
 w(q, kc, vc, k, v, t, t, 9, rotary_interleaved=1) -> TypeError: rotary_interleaved is 1
 w(q, kc, vc, cache_batch_idx=[0, 2]) -> ValueError: cache_batch_idx has 2; expected 0 to 1
 w(q, kc, vc, cache_batch_idx=[0, -1]) -> ValueError: cache_batch_idx has -1; expected 0 to 1
 w(q, kc, vc, cache_batch_idx=[0]) -> ValueError: cache_batch_idx has shape \(1,\); expected \(2,\)
-w(q, kc, vc, k, v, cache_seqlens=3, cache_batch_idx=[1, 1]) -> ValueError: cache_batch_idx has 1 for two new keys
-w(q, kc, vc, cache_batch_idx=[1, 1], block_table=[[0], [1]]) -> ValueError: cache_batch_idx and block_table are given
+w(q, kc, vc, k, v, cache_seqlens=3, cache_batch_idx=[1, 1])
+    -> ValueError: cache_batch_idx has 1 for two new keys
+w(q, kc, vc, cache_batch_idx=[1, 1], block_table=[[0], [1]])
+    -> ValueError: cache_batch_idx and block_table are given
 w(q, kc, vc, cache_leftpad=[1]) -> ValueError: cache_leftpad has shape \(1,\); expected \(2,\)
 w(q, kc, vc, cache_leftpad=[1, -1]) -> ValueError: cache_leftpad has -1
-w(q, pk, pv, block_table=[[0.0], [1.0]]) -> TypeError: ^flash_attn_with_kvcache\(\): block_table has dtype float64
-w(q, pk, pv, block_table=[0, 1]) -> ValueError: block_table has shape \(2,\); expected \(2, pages of a sequence\)
-w(q, pk, pv, block_table=[[0, 8], [1, 2]], cache_seqlens=[20, 3]) -> ValueError: block_table\[0, 1\] is 8; expected 0 to 7
+w(q, pk, pv, block_table=[[0.0], [1.0]])
+    -> TypeError: ^flash_attn_with_kvcache\(\): block_table has dtype float64
+w(q, pk, pv, block_table=[0, 1])
+    -> ValueError: block_table has shape \(2,\); expected \(2, pages of a sequence\)
+w(q, pk, pv, block_table=[[0, 8], [1, 2]], cache_seqlens=[20, 3])
+    -> ValueError: block_table\[0, 1\] is 8; expected 0 to 7
 w(q, pk, pv, block_table=[[0, -1], [1, 2]], cache_seqlens=[20, 3]) -> ValueError: block_table\[0, 1\] is -1
-w(q, pk, pv, k, v, block_table=[[0, 9], [1, 2]], cache_seqlens=16) -> ValueError: block_table.* 9; expected 0 to 7
-w(q, pk, pv, k, v, block_table=[[0, 3], [1, 3]], cache_seqlens=16) -> ValueError: block_table has row 0 of page 3 for two
-w(q, pk, pv, k, v, block_table=[[0], [1]], cache_seqlens=16) -> ValueError: cache_seqlens has 16 and k 1 new keys
+w(q, pk, pv, k, v, block_table=[[0, 9], [1, 2]], cache_seqlens=16)
+    -> ValueError: block_table.* 9; expected 0 to 7
+w(q, pk, pv, k, v, block_table=[[0, 3], [1, 3]], cache_seqlens=16)
+    -> ValueError: block_table has row 0 of page 3 for two
+w(q, pk, pv, k, v, block_table=[[0], [1]], cache_seqlens=16)
+    -> ValueError: cache_seqlens has 16 and k 1 new keys
 w(q, kc, vc, window_size=(-2, 0)) -> ValueError: window_size\[0\] is -2
 w(q, kc, vc, causal=None) -> TypeError: causal is None
 w(q, kc, vc, return_softmax_lse=1) -> TypeError: return_softmax_lse is 1

@@ -13,8 +13,8 @@ import fastattn.flash_attn as fa
 RNG = np.random.default_rng(1)
 # As in its own tests: lengths of queries and keys that straddle tiles, either longer.
 LENGTHS = [
-    (1, 147), (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (3, 799), (64, 128), (217, 128), (5, 3),
-    (0, 7), (7, 0),
+    (1, 147), (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (3, 799), (64, 128), (217, 128),
+    (5, 3), (0, 7), (7, 0),
 ]  # fmt: skip
 HEADS = {"mha": (6, 6), "gqa": (6, 2), "mqa": (6, 1)}
 OPTIONS = {
@@ -118,7 +118,15 @@ def test_packed_sequences_have_the_bits_of_their_own_calls(implementation, optio
                 for pages, x in zip(keys, (k, v), strict=True):
                     pages[table[b, i], : rows.stop - rows.start] = x[0, rows]
     out, lse, _ = fa.flash_attn_varlen_func(
-        q[0], *keys, begins_q, begins_k, 130, 200, **theirs(options), return_attn_probs=True, block_table=table
+        q[0],
+        *keys,
+        begins_q,
+        begins_k,
+        130,
+        200,
+        **theirs(options),
+        return_attn_probs=True,
+        block_table=table,
     )
     assert lse.shape == (6, sum(lengths_q))
     for b in range(5):
@@ -138,16 +146,24 @@ def test_dropout_is_drawn_from_numpys_generator():
     v = np.broadcast_to(np.eye(80, dtype=np.float32)[:, None], (2, 80, 2, 80))
     q *= 0.1
     plain = fa.flash_attn_func(q, k, v)
-    np.random.seed(3)
+    np.random.seed(3)  # noqa: NPY002
     first, second = (fa.flash_attn_func(q, k, v, dropout_p=0.17) for _ in range(2))
-    np.random.seed(3)
-    out, lse = fa.flash_attn_varlen_func(
-        q.reshape(-1, 6, 40), k.reshape(-1, 2, 40), v.reshape(-1, 2, 80), [0, 60, 120], [0, 80, 160], dropout_p=0.17
-    ), None
+    np.random.seed(3)  # noqa: NPY002
+    out, lse = (
+        fa.flash_attn_varlen_func(
+            q.reshape(-1, 6, 40),
+            k.reshape(-1, 2, 40),
+            v.reshape(-1, 2, 80),
+            [0, 60, 120],
+            [0, 80, 160],
+            dropout_p=0.17,
+        ),
+        None,
+    )
     assert lse is None
     np.testing.assert_array_equal(out.reshape(first.shape), first)
-    np.random.seed(3)
-    seed = int(np.random.randint(2**63 - 1, dtype=np.int64))
+    np.random.seed(3)  # noqa: NPY002
+    seed = int(np.random.randint(2**63 - 1, dtype=np.int64))  # noqa: NPY002
     mask = kept((2, 6, 60, 80), 0.17, seed).swapaxes(1, 2)
     np.testing.assert_array_equal(first != 0, mask)
     assert (first != second).any()
@@ -162,32 +178,47 @@ VARLEN = "fa.flash_attn_varlen_func(t, t, t, "
 
 
 @refused(r"""
-fa.flash_attn_func(x[0], x, x) -> ValueError: ^flash_attn_func\(\): q has shape \(5, 4, 8\); expected \(batch, len
-fa.flash_attn_func(x, x[:, :, :3], x[:, :, :3]) -> ValueError: ^flash_attn_func\(\): q has 4 heads, .*\(2, 5, 4, 8\)
-fa.flash_attn_func(x, x, x[:, :3]) -> ValueError: flash_attn_func\(\): v has a length of 3, shape \(2, 3, 4, 8\)
+fa.flash_attn_func(x[0], x, x)
+    -> ValueError: ^flash_attn_func\(\): q has shape \(5, 4, 8\); expected \(batch, len
+fa.flash_attn_func(x, x[:, :, :3], x[:, :, :3])
+    -> ValueError: ^flash_attn_func\(\): q has 4 heads, .*\(2, 5, 4, 8\)
+fa.flash_attn_func(x, x, x[:, :3])
+    -> ValueError: flash_attn_func\(\): v has a length of 3, shape \(2, 3, 4, 8\)
 fa.flash_attn_func(x, x[..., :7], x) -> ValueError: ^flash_attn_func\(\): k has a head_dim of 7
 fa.flash_attn_func(x, x.astype(np.float16), x) -> TypeError: ^flash_attn_func\(\): q, k and v have dtypes
-fa.flash_attn_func(x, x[:1].repeat(3, 0), x) -> ValueError: ^flash_attn_func\(\): q, k and v have batch dimensions
-fa.flash_attn_func(x, x, x, dropout_p=1.0) -> ValueError: ^flash_attn_func\(\): dropout_p is 1.0; expected at least 0
+fa.flash_attn_func(x, x[:1].repeat(3, 0), x)
+    -> ValueError: ^flash_attn_func\(\): q, k and v have batch dimensions
+fa.flash_attn_func(x, x, x, dropout_p=1.0)
+    -> ValueError: ^flash_attn_func\(\): dropout_p is 1.0; expected at least 0
 fa.flash_attn_func(x, x, x, dropout_p="a") -> TypeError: ^flash_attn_func\(\): dropout_p is 'a'
 fa.flash_attn_func(x, x, x, 0.1, return_attn_probs=True) -> ValueError: probabilities are never stored
 fa.flash_attn_func(x, x, x, softmax_scale="a") -> TypeError: ^flash_attn_func\(\): softmax_scale is 'a'
 fa.flash_attn_func(x, x, x, causal=1) -> TypeError: ^flash_attn_func\(\): causal is 1; expected True or False
-fa.flash_attn_func(x, x, x, window_size=3) -> TypeError: ^flash_attn_func\(\): window_size is 3; expected a pair
+fa.flash_attn_func(x, x, x, window_size=3)
+    -> TypeError: ^flash_attn_func\(\): window_size is 3; expected a pair
 fa.flash_attn_func(x, x, x, window_size=(-2, 3)) -> ValueError: ^flash_attn_func\(\): window_size\[0\] is -2
 fa.flash_attn_func(x, x, x, window_size=(1, 2.0)) -> TypeError: ^flash_attn_func\(\): window_size\[1\] is 2.0
 fa.flash_attn_func(x, x, x, softcap=-1.0) -> ValueError: ^flash_attn_func\(\): softcap is -1.0
-fa.flash_attn_func(x, x, x, alibi_slopes=np.ones(3)) -> ValueError: ^flash_attn_func\(\): alibi_slopes has shape \(3,\)
-fa.flash_attn_kvpacked_func(x, x) -> ValueError: ^flash_attn_kvpacked_func\(\): kv has shape .*\(batch, length, 2, heads
+fa.flash_attn_func(x, x, x, alibi_slopes=np.ones(3))
+    -> ValueError: ^flash_attn_func\(\): alibi_slopes has shape \(3,\)
+fa.flash_attn_kvpacked_func(x, x)
+    -> ValueError: ^flash_attn_kvpacked_func\(\): kv has shape .*\(batch, length, 2, heads
 fa.flash_attn_qkvpacked_func(x[:, :, None]) -> ValueError: ^flash_attn_qkvpacked_func\(\): qkv has shape
-fa.flash_attn_varlen_qkvpacked_func(x, [0, 2]) -> ValueError: ^flash_attn_varlen_qkvpacked_func\(\): qkv has shape
-fa.flash_attn_varlen_func(t, t, t, [0, 6, 4, 10], b) -> ValueError: ^flash_attn_varlen_func\(\): cu_seqlens_q falls
-fa.flash_attn_varlen_func(t, t, t, b, [0, 4, 9]) -> ValueError: ^flash_attn_varlen_func\(\): cu_seqlens_k goes from
-fa.flash_attn_varlen_func(t, t, t, b, b / 2) -> TypeError: ^flash_attn_varlen_func\(\): cu_seqlens_k has dtype float64
-fa.flash_attn_varlen_func(t, x, x, b, b, block_table=[[0.0], [1.0]]) -> TypeError: block_table has dtype float64
-fa.flash_attn_varlen_func(t, x, x, b, b, block_table=[[0], [1]]) -> ValueError: block_table has room for 5 keys
+fa.flash_attn_varlen_qkvpacked_func(x, [0, 2])
+    -> ValueError: ^flash_attn_varlen_qkvpacked_func\(\): qkv has shape
+fa.flash_attn_varlen_func(t, t, t, [0, 6, 4, 10], b)
+    -> ValueError: ^flash_attn_varlen_func\(\): cu_seqlens_q falls
+fa.flash_attn_varlen_func(t, t, t, b, [0, 4, 9])
+    -> ValueError: ^flash_attn_varlen_func\(\): cu_seqlens_k goes from
+fa.flash_attn_varlen_func(t, t, t, b, b / 2)
+    -> TypeError: ^flash_attn_varlen_func\(\): cu_seqlens_k has dtype float64
+fa.flash_attn_varlen_func(t, x, x, b, b, block_table=[[0.0], [1.0]])
+    -> TypeError: block_table has dtype float64
+fa.flash_attn_varlen_func(t, x, x, b, b, block_table=[[0], [1]])
+    -> ValueError: block_table has room for 5 keys
 fa.flash_attn_varlen_func(t, x, x, b, b, block_table=[[0, 9], [1, 2]]) -> ValueError: block_table\[1, 1\] is 2
-fa.flash_attn_varlen_func(t, x, x, b, b, block_table=[[-1, 9], [1, 0]]) -> ValueError: block_table\[0, 0\] is -1
+fa.flash_attn_varlen_func(t, x, x, b, b, block_table=[[-1, 9], [1, 0]])
+    -> ValueError: block_table\[0, 0\] is -1
 """)  # fmt: skip
 def test_errors_name_the_argument(code, error):
     assert_refused(code, error, fa=fa, x=X, t=TOKENS, b=BEGINS)

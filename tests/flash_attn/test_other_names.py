@@ -48,7 +48,13 @@ def test_rotary(interleaved, dtype, pairs, offsets):
     np.testing.assert_allclose(*(y.astype(float) for y in (found, expected)), atol=8 * eps)
     assert found.dtype == dtype
     packed = rotary.apply_rotary_emb(
-        x.reshape(36, 2, 20), cos, sin, interleaved, seqlen_offsets=offsets, cu_seqlens=[0, 12, 24, 36], max_seqlen=12
+        x.reshape(36, 2, 20),
+        cos,
+        sin,
+        interleaved,
+        seqlen_offsets=offsets,
+        cu_seqlens=[0, 12, 24, 36],
+        max_seqlen=12,
     )
     np.testing.assert_array_equal(packed.reshape(x.shape), found)
     strided = np.asfortranarray(x)
@@ -85,19 +91,24 @@ X, TABLE = np.ones((2, 5, 4, 8), np.float32), np.ones((9, 4), np.float32)
 
 
 @refused(r"""
-r.apply_rotary_emb(x[0], t, t) -> ValueError: ^apply_rotary_emb\(\): x has shape \(5, 4, 8\); expected \(batch, length,
-r.apply_rotary_emb(x, t, t, cu_seqlens=[0, 2]) -> ValueError: x has shape .*expected \(tokens, heads, head_dim\)
+r.apply_rotary_emb(x[0], t, t)
+    -> ValueError: ^apply_rotary_emb\(\): x has shape \(5, 4, 8\); expected \(batch, length,
+r.apply_rotary_emb(x, t, t, cu_seqlens=[0, 2])
+    -> ValueError: x has shape .*expected \(tokens, heads, head_dim\)
 r.apply_rotary_emb(x[0], t, t, cu_seqlens=[0, 3, 2, 5]) -> ValueError: cu_seqlens falls from 3 to 2
-r.apply_rotary_emb(x, t, t, seqlen_offsets=5) -> ValueError: cos has 9 positions; expected at least 10, by seqlen_off
+r.apply_rotary_emb(x, t, t, seqlen_offsets=5)
+    -> ValueError: cos has 9 positions; expected at least 10, by seqlen_off
 r.apply_rotary_emb(x, t, t, seqlen_offsets=[0, 5]) -> ValueError: cos has 9 positions; expected at least 10
 r.apply_rotary_emb(x, t, t, seqlen_offsets=[0, -1]) -> ValueError: seqlen_offsets has -1
-r.apply_rotary_emb(x, t, t, seqlen_offsets=[0]) -> ValueError: seqlen_offsets has shape \(1,\); expected \(2,\)
+r.apply_rotary_emb(x, t, t, seqlen_offsets=[0])
+    -> ValueError: seqlen_offsets has shape \(1,\); expected \(2,\)
 r.apply_rotary_emb(x.astype(int), t, t) -> TypeError: x has dtype int64
 r.apply_rotary_emb(x, t, t[:3]) -> ValueError: sin has shape \(3, 4\); expected \(9, 4\), as cos
 r.apply_rotary_emb(x, t, t, interleaved=2) -> TypeError: interleaved is 2
 r.apply_rotary_emb_qkv_(x, t, t) -> ValueError: ^apply_rotary_emb_qkv_\(\): qkv has shape \(2, 5, 4, 8\)
 r.apply_rotary_emb_kv_(x, t, t) -> ValueError: ^apply_rotary_emb_kv_\(\): kv has shape
-b.unpad_input(x, x[:, 1:, 0, 0]) -> ValueError: ^unpad_input\(\): attention_mask has shape \(2, 4\); expected \(2, 5\)
+b.unpad_input(x, x[:, 1:, 0, 0])
+    -> ValueError: ^unpad_input\(\): attention_mask has shape \(2, 4\); expected \(2, 5\)
 b.pad_input(x, np.arange(3), 1, 3) -> ValueError: indices has shape \(3,\); expected \(2,\)
 """)
 def test_errors_name_the_argument(code, error):

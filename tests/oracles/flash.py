@@ -1,4 +1,4 @@
-"""flash-attn's functions by their definition, on arrays with the heads inside; imports nothing of fastattn."""
+"""flash-attn's functions by definition, on arrays with the heads inside; imports nothing of fastattn."""
 
 import numpy as np
 

@@ -22,7 +22,10 @@ OPTIONS = {
     "alibi": {"alibi_slopes": torch.linspace(0.1, 0.7, 4)},
 }
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-BEGINS_Q, BEGINS_K = torch.tensor([0, 3, 3, 9], dtype=torch.int32), torch.tensor([0, 5, 7, 20], dtype=torch.int32)
+BEGINS_Q, BEGINS_K = (
+    torch.tensor([0, 3, 3, 9], dtype=torch.int32),
+    torch.tensor([0, 5, 7, 20], dtype=torch.int32),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +65,14 @@ def arrays(options):
 @pytest.mark.parametrize("grad", [False, True])
 def test_the_bits_of_arrays(options, grad):
     options = options | {"return_attn_probs": True}
-    calls = (fa.flash_attn_func, operands(grad=grad), ()), (fa.flash_attn_varlen_func, tokens(grad=grad), (BEGINS_Q, BEGINS_K))
+    calls = (
+        (fa.flash_attn_func, operands(grad=grad), ()),
+        (fa.flash_attn_varlen_func, tokens(grad=grad), (BEGINS_Q, BEGINS_K)),
+    )
     for function, inputs, begins in calls:
-        expected = function(*(x.detach().numpy() for x in inputs), *(x.numpy() for x in begins), **arrays(options))
+        expected = function(
+            *(x.detach().numpy() for x in inputs), *(x.numpy() for x in begins), **arrays(options)
+        )
         found = function(*inputs, *begins, **options)
         assert found[2] is None
         for x, y in zip(found[:2], expected[:2], strict=True):
@@ -91,7 +99,7 @@ def test_gradients(options, dtype):
 @every_option
 def test_gradients_of_packed_forms(options):
     """Of sequences of any lengths: those of their own calls."""
-    q, k, v = tokens(torch.float64, grad=True)
+    q = tokens(torch.float64, grad=True)[0]
     kv = torch.randn(20, 2, 2, 16, dtype=torch.float64, requires_grad=True)
     run = fa.flash_attn_varlen_kvpacked_func
     out = run(q, kv, BEGINS_Q, BEGINS_K, 6, 13, **options)
@@ -112,10 +120,9 @@ def test_gradients_of_packed_forms(options):
 
 def test_dropout_is_drawn_from_torchs_generator():
     """Backward has the seed of forward, in each call another."""
-    q, k, v = operands(torch.float64, grad=True)
-    for function, inputs, begins in (
-        (fa.flash_attn_func, (q, k, v), ()), (fa.flash_attn_varlen_func, tokens(torch.float64, True), (BEGINS_Q, BEGINS_K)),
-    ):  # fmt: skip
+    one_length = fa.flash_attn_func, operands(torch.float64, True), ()
+    packed = fa.flash_attn_varlen_func, tokens(torch.float64, True), (BEGINS_Q, BEGINS_K)
+    for function, inputs, begins in (one_length, packed):
 
         def run(*inputs, function=function, begins=begins):
             torch.manual_seed(3)
@@ -166,7 +173,10 @@ def cache_call(dtype=torch.float32, paged=False):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_cache_has_the_bits_of_arrays(paged):
-    given, options = cache_call(paged=paged), {"causal": True, "window_size": (20, 0), "return_softmax_lse": True}
+    given, options = (
+        cache_call(paged=paged),
+        {"causal": True, "window_size": (20, 0), "return_softmax_lse": True},
+    )
     copies = arrays(cache_call(paged=paged))
     expected = fa.flash_attn_with_kvcache(**copies, **options)
     given["q"].requires_grad_()  # as of a model's parameters: there are no gradients
@@ -222,7 +232,9 @@ def test_functions_are_compiled(dropout_p):
 
     def f(q, k, v, *tokens):
         out = fa.flash_attn_func(q * 2, k, v, dropout_p, causal=True, window_size=(5, 0))
-        other, lse, _ = fa.flash_attn_varlen_func(*tokens, BEGINS_Q, BEGINS_K, softcap=3.0, return_attn_probs=True)
+        other, lse, _ = fa.flash_attn_varlen_func(
+            *tokens, BEGINS_Q, BEGINS_K, softcap=3.0, return_attn_probs=True
+        )
         return out.sum() + (other * 3).sum() + lse[:, :3].sum()
 
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
@@ -232,7 +244,9 @@ def test_functions_are_compiled(dropout_p):
     found = compiled(*inputs, *packed)
     torch.testing.assert_close(found, expected)
     assert dropout_p == 0 or not torch.equal(compiled(*inputs, *packed), found)
-    for x, y in zip(*(torch.autograd.grad(out, (*inputs, *packed)) for out in (found, expected)), strict=True):
+    for x, y in zip(
+        *(torch.autograd.grad(out, (*inputs, *packed)) for out in (found, expected)), strict=True
+    ):
         torch.testing.assert_close(x, y)
 
 
@@ -274,12 +288,18 @@ def test_rotary(interleaved, offsets):
     torch.autograd.gradcheck(lambda x: run(x * 1, True), x)  # of what has been overwritten, too
     assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))
     packed = rotary.apply_rotary_emb(
-        x.reshape(12, 3, 16), *tables, interleaved, seqlen_offsets=offsets, cu_seqlens=torch.tensor([0, 6, 12])
+        x.reshape(12, 3, 16),
+        *tables,
+        interleaved,
+        seqlen_offsets=offsets,
+        cu_seqlens=torch.tensor([0, 6, 12]),
     )
     assert torch.equal(packed.reshape(x.shape), run(x))
     begins = torch.tensor([0, 6, 12])
     torch.library.opcheck(
-        torch.ops.fastattn.apply_rotary_emb.default, (x.reshape(12, 3, 16), *tables, None, begins), {"offset": 2}
+        torch.ops.fastattn.apply_rotary_emb.default,
+        (x.reshape(12, 3, 16), *tables, None, begins),
+        {"offset": 2},
     )
 
 
@@ -314,7 +334,9 @@ def test_padding():
 
 def test_errors_are_those_of_the_function():
     q, k, v = operands(grad=True)
-    with pytest.raises(TypeError, match=r"^flash_attn_func\(\): k is of type ndarray; expected a tensor, as q is"):
+    with pytest.raises(
+        TypeError, match=r"^flash_attn_func\(\): k is of type ndarray; expected a tensor, as q is"
+    ):
         fa.flash_attn_func(q, k.detach().numpy(), v)
     with pytest.raises(ValueError, match=r"^flash_attn_func\(\): alibi_slopes has shape \(3,\)"):
         fa.flash_attn_func(q, k, v, alibi_slopes=torch.ones(3))
@@ -323,7 +345,9 @@ def test_errors_are_those_of_the_function():
         with pytest.raises(ValueError, match=r"^flash_attn_varlen_func\(\): cu_seqlens_k falls from 5 to 2"):
             fa.flash_attn_varlen_func(*packed, BEGINS_Q, torch.tensor([0, 5, 2, 20]))
     given = cache_call()
-    with pytest.raises(ValueError, match=r"^flash_attn_with_kvcache\(\): cache_seqlens has 62 and k 3 new keys"):
+    with pytest.raises(
+        ValueError, match=r"^flash_attn_with_kvcache\(\): cache_seqlens has 62 and k 3 new keys"
+    ):
         fa.flash_attn_with_kvcache(**{**given, "cache_seqlens": torch.tensor([62, 0])})
     with pytest.raises(ValueError, match=r"^apply_rotary_emb\(\): cos has 1 positions"):
         rotary.apply_rotary_emb(q, torch.ones(1, 4), torch.ones(1, 4))

@@ -83,7 +83,11 @@ def apply_rotary_emb_qkv_(
     (qkv,) = same_kind(qkv, qkv=qkv)
     if qkv.ndim == 5 and qkv.shape[2] == 3:
         q, k = qkv[:, :, 0], qkv[:, :, 1]
-    elif qkv.ndim == 4 and num_heads_q is not None and 0 <= (rest := qkv.shape[2] - num_heads_q) == rest // 2 * 2:
+    elif (
+        qkv.ndim == 4
+        and num_heads_q is not None
+        and 0 <= (rest := qkv.shape[2] - num_heads_q) == rest // 2 * 2
+    ):
         q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + rest // 2]
     else:
         expected = "(batch, length, 3, heads, head_dim), or with num_heads_q (batch, length, heads, head_dim)"
@@ -98,7 +102,7 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: Any, cos: Any, sin: Any, interleaved: bool = False, seqlen_offsets: Any = 0
 ) -> Any:
-    """`apply_rotary_emb` in place to the keys of kv, (batch, length, 2, heads, head_dim), which is returned."""
+    """`apply_rotary_emb` in place to the keys of kv (batch, length, 2, heads, head_dim); returns it."""
     (kv,) = same_kind(kv, kv=kv)
     if kv.ndim != 5 or kv.shape[2] != 2:
         raise_shape("kv", kv.shape, "(batch, length, 2, heads, head_dim)")
@@ -125,7 +129,8 @@ class RotaryEmbedding:
         Ignored: the CPU.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> RotaryEmbedding:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a module of torch, if it is imported."""
         return super().__new__(_module() if cls is RotaryEmbedding and sys.modules.get("torch") else cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -173,8 +178,8 @@ class RotaryEmbedding:
     ) -> Any:
         """Turn queries and keys in place.
 
-        `qkv` is as in `apply_rotary_emb_qkv_`, and is returned; with `kv` (batch, length, 2, heads, head_dim),
-        it is queries alone, and both are returned. `seqlen_offset` is the position of the first token, or one
+        `qkv` is as in `apply_rotary_emb_qkv_`, and is returned; with `kv` (batch, length, 2, heads,
+        head_dim), it is queries alone, and both are returned. `seqlen_offset` is the position of the first token, or one
         for each sequence; then `max_seqlen` is the number of positions.
         """
         length = max_seqlen
