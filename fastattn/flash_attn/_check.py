@@ -1,4 +1,4 @@
-"""What the functions here share: their options, and shapes with the heads inside."""
+"""What the functions share: kinds of arrays, shapes with the heads inside, flash-attn's options."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fastattn._args.attention import raise_shapes
-from fastattn._args.errors import wrong_type
-from fastattn._args.types import Shape
+from fastattn._args.errors import wrong_dtype, wrong_type
+from fastattn._args.types import Array, Shape
 from fastattn._args.values import as_array, integer, short
 
 
@@ -20,27 +20,33 @@ def is_tensor(x: Any) -> bool:
 
 
 def same_kind(first: Any, /, **others: Any) -> tuple[Any, ...]:
-    """`others` that are not None, as arrays, or as tensors where the `first` argument is one, q."""
-    if is_tensor(first):
-        for name, x in others.items():
-            if x is not None and not is_tensor(x):
-                raise wrong_type(name, x, "a tensor, as q is")
-        return tuple(others.values())
-    found = others.items()
-    return tuple(x if x is None or type(x) is np.ndarray else as_array(name, x) for name, x in found)
+    """`others` that are not None, as tensors if `first` is one, else as arrays."""
+    if not is_tensor(first):
+        found = others.items()
+        return tuple(x if x is None or type(x) is np.ndarray else as_array(name, x) for name, x in found)
+    for name, x in others.items():
+        if x is not None and not is_tensor(x):
+            raise wrong_type(name, x, "a tensor, as the others are")
+    return tuple(others.values())
+
+
+def integer_array(name: str, x: Any) -> Array:
+    """`x` as an array of integers, of any type."""
+    array = x if type(x) is np.ndarray else as_array(name, x)
+    if array.dtype.kind not in "iu":
+        raise wrong_dtype(name, array, "integers")
+    return array
 
 
 def require_shapes(names: tuple[str, str, str], q: Shape, k: Shape, v: Shape) -> None:
     """Raise unless q, k and v with these shapes are (batch, length, heads, head_dim), and fit."""
-    if len(q) == len(k) == len(v) == 4:
-        (_, _, heads_q, head_dim), (_, len_k, heads_kv, head_dim_k), (_, len_v, heads_v, head_dim_v) = q, k, v
-        fits = (head_dim_k, len_v, heads_v) == (head_dim, len_k, heads_kv)
-        if fits and heads_q and heads_kv and head_dim and head_dim_v and not heads_q % heads_kv:
-            return
-        raise_shapes(names, (q, k, v), heads_axis=-2)
     for name, shape in zip(names, (q, k, v), strict=True):
         if len(shape) != 4:
             raise_shape(name, shape, "(batch, length, heads, head_dim)")
+    heads, head_dim = q[2:]
+    fits = k[3] == head_dim and v[1:3] == k[1:3] and heads and k[2] and head_dim and v[3]
+    if not fits or heads % k[2]:
+        raise_shapes(names, (q, k, v), heads_axis=-2)
 
 
 def raise_shape(name: str, shape: Shape, expected: object) -> NoReturn:

@@ -9,8 +9,7 @@ import torch
 
 from fastattn._args.errors import named
 from fastattn._args.values import integer
-from fastattn.flash_attn._attend import attend
-from fastattn.flash_attn._cache import cached
+from fastattn.flash_attn._arrays import attend, cached
 from fastattn.flash_attn._rotate import rotate_by_offsets
 from fastattn.torch._attention import attention_op, varlen_op, varlen_with_lse_op, with_lse_op
 from fastattn.torch._library import define, differentiate, differentiates

@@ -35,16 +35,9 @@ def index_put_first_axis(values: Any, indices: Any, first_axis_dim: int) -> Any:
 
 @named("unpad_input")
 def unpad_input(hidden_states: Any, attention_mask: Any, unused_mask: Any = None) -> tuple[Any, ...]:
-    """Leave out padding.
+    """Leave padding out of hidden_states (batch, length, ...).
 
-    Parameters
-    ----------
-    hidden_states : array or tensor, (batch, length, ...)
-        Padded tokens.
-    attention_mask : array or tensor, (batch, length)
-        True, or 1, for tokens; 0 for padding.
-    unused_mask : array or tensor, (batch, length), optional
-        1 for padding to keep.
+    `attention_mask` and `unused_mask`, (batch, length), are 1 for tokens, and for padding to keep.
 
     Returns
     -------

@@ -303,14 +303,15 @@ def test_rotary(interleaved, offsets):
     )
 
 
-def test_rotary_embedding_is_a_module():
+def test_rotary_embedding():
+    """Of a kind and a dtype each, in a compiled call, too; a part of a module that is copied."""
     layer = rotary.RotaryEmbedding(8)
-    assert isinstance(layer, torch.nn.Module)
-    assert not layer.state_dict()
     qkv = torch.randn(2, 9, 3, 4, 8)
     expected = qkv.numpy().copy()
-    type(layer).__mro__[1](8)  # the class that users name
-    rotary.RotaryEmbedding.forward(layer, expected, seqlen_offset=3)
+    layer(expected, seqlen_offset=3)
+    assert layer(qkv.bfloat16(), seqlen_offset=3).dtype is torch.bfloat16
+    compiled = torch.compile(lambda x: layer(x * 1, seqlen_offset=3), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(qkv), torch.from_numpy(expected))
     for made in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         torch.testing.assert_close(made(qkv.clone(), seqlen_offset=3), torch.from_numpy(expected))
     leaf = qkv.clone().requires_grad_()
@@ -335,7 +336,7 @@ def test_padding():
 def test_errors_are_those_of_the_function():
     q, k, v = operands(grad=True)
     with pytest.raises(
-        TypeError, match=r"^flash_attn_func\(\): k is of type ndarray; expected a tensor, as q is"
+        TypeError, match=r"^flash_attn_func\(\): k is of type ndarray; expected a tensor, as the others"
     ):
         fa.flash_attn_func(q, k.detach().numpy(), v)
     with pytest.raises(ValueError, match=r"^flash_attn_func\(\): alibi_slopes has shape \(3,\)"):
