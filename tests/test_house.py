@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 import fastattn
-from fastattn import functional, grad, layers, masks, models, ops, plot, positions, train
+from fastattn import flash_attn, functional, grad, layers, masks, models, ops, plot, positions, train
 from fastattn._args.options import SamplingOptions
 from fastattn._args.words import OTHER_NAMES
+from fastattn.flash_attn import bert_padding
+from fastattn.flash_attn.layers import rotary
 from fastattn.layers._attention_parameters import CallOptions
 from fastattn.layers._decoder_layer import DecoderOptions
 from fastattn.models._classify import PredictOptions
@@ -242,7 +244,10 @@ def test_options_are_those_of_attention():
     assert {name: seen[name].annotation.replace("NDArray[Any]", "Array") for name in options} == plain
 
 
-@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+FLASH = (flash_attn, bert_padding, rotary)  # whose arguments have its names
+
+
+@pytest.mark.parametrize("module", (*PUBLIC, *FLASH), ids=lambda module: module.__name__)
 @pytest.mark.parametrize(
     "x", [None, "x", -1, np.ones((1, 2, 4, 8), np.float32)], ids=lambda x: type(x).__name__
 )
