@@ -247,7 +247,7 @@ def test_options_are_those_of_attention():
 FLASH = (flash_attn, bert_padding, rotary)  # whose arguments have its names
 
 
-@pytest.mark.parametrize("module", (*PUBLIC, *FLASH), ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [*PUBLIC, *FLASH], ids=lambda module: module.__name__)
 @pytest.mark.parametrize(
     "x", [None, "x", -1, np.ones((1, 2, 4, 8), np.float32)], ids=lambda x: type(x).__name__
 )

@@ -99,19 +99,21 @@ def cached(
     if not compute:
         return out, None
     if parts is not None and new:
-        for name, x, made in (("k_cache", keys, args.k), ("v_cache", values, args.v)):
-            if x is not made or not x.flags.num & WRITEABLE or (0 in x.strides and _overlaps(x)):
-                why = "it is read-only, not contiguous along head_dim, or overlaps itself"
-                raise ValueError(f"(): {name} cannot be written in place: {why}")
+        _require_writable("k_cache", keys, args.k)
+        _require_writable("v_cache", values, args.v)
         place = _places(lengths, new, batch, page, held, table, block_table is None)
         k_cache[place], v_cache[place] = parts
     dispatch.run(args)
     return out, args.result[1] if return_lse else None
 
 
-def _overlaps(x: Array) -> bool:
-    """Whether rows of `x` are one row, as `broadcast_to` makes them."""
-    return any(n > 1 and not stride for n, stride in zip(x.shape, x.strides, strict=True))
+def _require_writable(name: str, cache: Array, read: Array) -> None:
+    """Raise unless the kernel reads `cache` itself, and writing a row of it writes no other."""
+    own = 0 not in cache.strides or all(n == 1 or s for n, s in zip(cache.shape, cache.strides, strict=True))
+    if own and cache is read and cache.flags.num & WRITEABLE:
+        return
+    why = "it is read-only, not contiguous along head_dim, or overlaps itself"
+    raise ValueError(f"(): {name} cannot be written in place: {why}")
 
 
 def _new_rows(k: Any, v: Any, q: Array, k_cache: Array, v_cache: Array) -> tuple[Array, Array] | None:
@@ -121,11 +123,13 @@ def _new_rows(k: Any, v: Any, q: Array, k_cache: Array, v_cache: Array) -> tuple
     if k is None or v is None:
         given, missing = ("v", "k") if k is None else ("k", "v")
         raise ValueError(f"(): {given} is given without {missing}; expected both, or neither")
-    k, v = (x if is_ready(x, 4) else float_array(name, x) for name, x in (("k", k), ("v", v)))
+    if not (is_ready(k, 4) and is_ready(v, 4)):
+        k, v = float_array("k", k), float_array("v", v)
     rows = len(q), k.shape[1] if k.ndim > 1 else "length"
-    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if x.shape != rows + cache.shape[2:]:
-            raise_shape(name, x.shape, f"{(*rows, *cache.shape[2:])}, as q and {name}_cache have")
+    if k.shape != rows + k_cache.shape[2:]:
+        raise_shape("k", k.shape, f"{(*rows, *k_cache.shape[2:])}, as q and k_cache have")
+    if v.shape != rows + v_cache.shape[2:]:
+        raise_shape("v", v.shape, f"{(*rows, *v_cache.shape[2:])}, as k and v_cache have")
     return k, v
 
 

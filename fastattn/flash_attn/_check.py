@@ -40,9 +40,9 @@ def integer_array(name: str, x: Any) -> Array:
 
 def require_shapes(names: tuple[str, str, str], q: Shape, k: Shape, v: Shape) -> None:
     """Raise unless q, k and v with these shapes are (batch, length, heads, head_dim), and fit."""
-    for name, shape in zip(names, (q, k, v), strict=True):
-        if len(shape) != 4:
-            raise_shape(name, shape, "(batch, length, heads, head_dim)")
+    if not len(q) == len(k) == len(v) == 4:
+        name, shape = next((n, x) for n, x in zip(names, (q, k, v), strict=True) if len(x) != 4)
+        raise_shape(name, shape, "(batch, length, heads, head_dim)")
     heads, head_dim = q[2:]
     fits = k[3] == head_dim and v[1:3] == k[1:3] and heads and k[2] and head_dim and v[3]
     if not fits or heads % k[2]:

@@ -10,6 +10,7 @@ import torch
 from fastattn._args.errors import named
 from fastattn._args.values import integer
 from fastattn.flash_attn._arrays import attend, cached
+from fastattn.flash_attn._check import same_kind
 from fastattn.flash_attn._rotate import rotate_by_offsets
 from fastattn.torch._attention import attention_op, varlen_op, varlen_with_lse_op, with_lse_op
 from fastattn.torch._library import define, differentiate, differentiates
@@ -48,28 +49,31 @@ def _observed(tensors: list[Any]) -> bool:
     return any(x is not None and not (type(x) in _PLAIN and x.is_cpu) for x in tensors)
 
 
-def cached_tensors(q: Any, *given: Any) -> tuple[Any, Any]:
+def cached_tensors(*given: Any) -> tuple[Any, Any]:
     """Out and lse of `flash_attn_with_kvcache`."""
+    tensors, options = given[:_COUNT], given[_COUNT:]
     if not traced():
-        return _cached(q, *given, num_threads())
-    *tensors, scale, causal, window, softcap, interleaved, _ = given
-    if isinstance(lengths := tensors[6], int):
-        tensors[6] = torch.full((len(q),), lengths, dtype=torch.int32)
+        try:
+            arrays: list[Any] = [x if x is None or type(x) is int else _array(x) for x in tensors]
+        except AttributeError:
+            named_tensors = zip(_NAMES, tensors, strict=True)
+            same_kind(given[0], **{name: x for name, x in named_tensors if not isinstance(x, int)})
+            raise
+        out, lse = cached(*arrays, *options, num_threads())  # type: ignore[call-arg] # as many as it takes
+        return tensor_of(out), None if lse is None else tensor_of(lse)
+    scale, causal, window, softcap, interleaved, _ = options
+    q, *others = [torch.full(given[0].shape[:1], x) if isinstance(x, int) else x for x in tensors]
     return _cached_op(  # type: ignore[no-any-return]
-        q, *tensors, softmax_scale=scale, causal=causal, window_size=window or (-1, -1), softcap=softcap,
+        q, *others, softmax_scale=scale, causal=causal, window_size=window or (-1, -1), softcap=softcap,
         rotary_interleaved=interleaved,
     )  # fmt: skip
 
 
-def _cached(*given: Any) -> tuple[Any, Any]:
-    arrays = [_array(x) if isinstance(x, torch.Tensor) else x for x in given[:_COUNT]]
-    out, lse = cached(*arrays, *given[_COUNT:])
-    return tensor_of(out), None if lse is None else tensor_of(lse)
-
-
 def _array(x: Any) -> Any:
     """The memory of a tensor."""
-    return array_of(x.detach() if x.requires_grad else x)
+    if x.requires_grad:
+        x = x.detach()
+    return array_of(x) if x.dtype is torch.bfloat16 else x.numpy()
 
 
 _TENSORS = (
@@ -85,26 +89,26 @@ _OPTIONS = (
 _NAMES = [tensor.split()[1].removesuffix("=None") for tensor in _TENSORS.split(", ")]
 
 
-def _in_order(
-    tensors: Any, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1),
-    softcap: Any = None, rotary_interleaved: bool = True, compute: bool = True,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments of the operator as `cached` takes them."""
+def _cached(
+    compute: bool, tensors: Any, softmax_scale: Any = None, causal: bool = False,
+    window_size: Any = (-1, -1), softcap: Any = None, rotary_interleaved: bool = True,
+) -> Any:  # fmt: skip
+    """`cached` for the arguments of the operator."""
     window = None if list(window_size) == [-1, -1] else tuple(window_size)
     missing = [None] * (_COUNT - len(tensors))
     options = softmax_scale, causal, window, softcap, rotary_interleaved, True, num_threads(), compute
-    return *tensors, *missing, *options
+    return cached(*tensors, *missing, *options)  # type: ignore[call-arg]
 
 
 @named("flash_attn_with_kvcache")
 def _kernel(*tensors: Any, **options: Any) -> tuple[Any, Any]:
-    return _cached(*_in_order(tensors, **options))
+    out, lse = _cached(True, [x if x is None else _array(x) for x in tensors], **options)
+    return tensor_of(out), tensor_of(lse)
 
 
 @named("flash_attn_with_kvcache")
 def _check(**given: Any) -> None:
-    tensors = [given.pop(name, None) for name in _NAMES]
-    cached(*_in_order(tensors, compute=False, **given))
+    _cached(False, [given.pop(name, None) for name in _NAMES], **given)
 
 
 def _fake(q: Any, k_cache: Any, v_cache: Any, *tensors: Any, **options: Any) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ except ImportError as error:
     needed = "pip install torch --index-url https://download.pytorch.org/whl/cpu"  # without CUDA
     raise ImportError(f"fastattn.torch needs torch: {needed} ({error})") from error
 
+import fastattn.flash_attn._torch
 import fastattn.torch._attention
 import fastattn.torch._variants  # noqa: F401 - define operators
 from fastattn._undo import Undo

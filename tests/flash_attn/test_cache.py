@@ -187,7 +187,7 @@ w(q, kc, vc, cache_seqlens=[3, 1, 2])
 w(q, kc, vc, k[:1], v[:1], cache_seqlens=3)
     -> ValueError: k has shape \(1, 1, 2, 16\); expected \(2, 1, 2, 16\), as q
 w(q, kc, vc, k, v[..., :9], cache_seqlens=3)
-    -> ValueError: v has shape \(2, 1, 2, 9\); expected .* as q and v_cache
+    -> ValueError: v has shape \(2, 1, 2, 9\); expected .* as k and v_cache
 w(q, kc, vc, k.astype(int), v, cache_seqlens=3) -> TypeError: k has dtype int64
 w(q, kc[:1], vc[:1])
     -> ValueError: k_cache has shape \(1, 64, 2, 16\); expected at least 2 sequences, as q has

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fastattn.flash_attn as fa
+import fastattn.torch  # noqa: F401 - defines operators
 from fastattn.flash_attn import bert_padding
 from fastattn.flash_attn.layers import rotary
 
@@ -212,8 +213,9 @@ def test_a_cache_is_written_in_compiled_code(paged):
     for name in ("k_cache", "v_cache"):
         assert torch.equal(first[name], second[name])
     if not paged:  # an int, which becomes a tensor
-        first, second = ({**cache_call(), "cache_seqlens": 9} for _ in range(2))
-        torch.testing.assert_close(f(first), compiled(second))
+        for length in (9, 11):
+            first, second = ({**cache_call(), "cache_seqlens": length} for _ in range(2))
+            torch.testing.assert_close(f(first), compiled(second))
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -350,5 +352,9 @@ def test_errors_are_those_of_the_function():
         ValueError, match=r"^flash_attn_with_kvcache\(\): cache_seqlens has 62 and k 3 new keys"
     ):
         fa.flash_attn_with_kvcache(**{**given, "cache_seqlens": torch.tensor([62, 0])})
+    with pytest.raises(
+        TypeError, match=r"^flash_attn_with_kvcache\(\): v_cache is of type ndarray; expected a"
+    ):
+        fa.flash_attn_with_kvcache(**{**given, "v_cache": given["v_cache"].numpy(), "cache_seqlens": 1})
     with pytest.raises(ValueError, match=r"^apply_rotary_emb\(\): cos has 1 positions"):
         rotary.apply_rotary_emb(q, torch.ones(1, 4), torch.ones(1, 4))
