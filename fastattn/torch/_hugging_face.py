@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from fastattn._engine.settings import available_isas
 from fastattn._undo import Undo
+from fastattn.torch import _packed
 from fastattn.torch._attention import attention_op, with_lse_op
 from fastattn.torch._measure import attention_key, gains, measuring, sample, torchs
 from fastattn.torch._modules import IN_USE, measures
@@ -28,7 +29,7 @@ HARMLESS = frozenset((
     "decoder_inputs_embeds", "decoder_position_ids", "deterministic", "encoder_outputs", "grid_thw",
     "input_ids", "inputs_embeds", "labels", "logits_to_keep", "max_length_k", "max_length_q",
     "num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values",
-    "position_embeddings", "position_ids", "return_dict", "seq_idx", "sliding_window", "token_type_ids",
+    "position_embeddings", "position_ids", "return_dict", "seq_idx", "token_type_ids",
     "use_cache",
 ))  # fmt: skip
 
@@ -81,6 +82,9 @@ def register(*, measure: bool = True) -> Undo:
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
+    AttentionInterface.register(_packed.NAME, packed_forward)
+    AttentionMaskInterface.register(_packed.NAME, packed_mask)
+    _packed.answer_to_name()
     return Undo([IN_USE.use(measure)], lambda: _SAID)
 
 
@@ -95,7 +99,7 @@ def make_mask(*args: Any, config: Any = None, **options: Any) -> Any:
     from transformers.masking_utils import eager_mask, sdpa_mask
 
     make = sdpa_mask if config is None or _takes_bools(type(config)) else eager_mask
-    return make(*args, config=config, **options)
+    return _packed.marked(make(*args, config=config, **options), options)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -105,39 +109,67 @@ def _takes_bools(config_class: type) -> bool:
 
     Others may add what they get to scores, or not say that they are causal.
     """
-    from transformers import PreTrainedModel
-
-    models = [x for x in _subclasses(PreTrainedModel) if x.config_class is config_class]
+    models = _packed.models_of(config_class)
     return bool(models) and all(
         x._supports_sdpa or (x._supports_attention_backend and x._supports_flex_attn) for x in models
     )
 
 
-def _subclasses(of: Any) -> Iterator[Any]:
-    for x in of.__subclasses__():
-        yield x
-        yield from _subclasses(x)
+def packed_mask(config: Any, **options: Any) -> Any:
+    """No mask for what attention is told by arguments; for others as `make_mask`."""
+    return make_mask(config=config, **options) if _packed.is_needed(config, options) else None
+
+
+def packed_forward(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any,
+    cu_seq_lens_q: Any = None, position_ids: Any = None, sliding_window: int | None = None, **kwargs: Any,
+) -> tuple[Any, None]:  # fmt: skip
+    """`attention_forward` for models that take it for flash attention, with masks of `packed_mask`."""
+    _packed.learn(module, query, key, attention_mask, sliding_window, position_ids)
+    if cu_seq_lens_q is None and _packed.is_told(attention_mask, sliding_window):
+        cu_seq_lens_q = _packed.begins_of(position_ids, query, key, sliding_window)
+    packed = {"cu_seq_lens_q": cu_seq_lens_q, "sliding_window": sliding_window}
+    return attention_forward(module, query, key, value, attention_mask, *args, **packed, **kwargs)
 
 
 def attention_forward(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: float = 0.0,
     scaling: float | None = None, is_causal: bool | None = None, position_bias: Any = None,
     softcap: float | None = None, s_aux: Any = None, sinks: Any = None, indices: Any = None,
-    block_indices: Any = None, output_attentions: bool | None = None, cache: Any = None, **kwargs: Any,
+    block_indices: Any = None, output_attentions: bool | None = None, cache: Any = None,
+    cu_seq_lens_q: Any = None, cu_seq_lens_k: Any = None, sliding_window: int | None = None, **kwargs: Any,
 ) -> tuple[Any, None]:  # fmt: skip
     """Attention as transformers calls it; the result is (batch, length, heads, head_dim).
 
     `s_aux` are sinks per head, `sinks` (batch, heads, length, 1) per query. An indexer selects keys for each
     query: `indices` (batch, length, any number) or, for blocks of keys, `block_indices` (batch, groups,
-    length, any number), where -1 is none.
+    length, any number), where -1 is none. Sequences packed end to end begin at `cu_seq_lens_q`; they may
+    have a `PagedAttentionCache`. Only they read `sliding_window`, which masks have otherwise.
     """
     if cache is None:
         _check_keywords(output_attentions or _collects_weights(), kwargs)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    if cu_seq_lens_q is not None:
+        if _packed.is_told(attention_mask, sliding_window):
+            attention_mask = None
+        begins = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        unpacked = {
+            "a mask": attention_mask, "position_bias": position_bias, "sinks per query": sinks,
+            "indices": indices, "block_indices": block_indices, _left_to_sdpa(query, 0.0): query,
+        }  # fmt: skip
+        unpacked = [name for name, x in unpacked.items() if name and x is not None]
+        window = None
+        if sliding_window is not None and attention_mask is None:
+            window = [sliding_window - 1] * 2  # as transformers calls flash attention
+        args = module, query, key, value, begins, bool(is_causal), window
+        if not unpacked:
+            options = {"scale": scaling, "softcap": softcap, "dropout": dropout, "sinks": s_aux}
+            return _packed.attend(*args, cache, kwargs, options), None
+        key, value, attention_mask = _packed.masked(*args, cache, kwargs, attention_mask, unpacked)
     # As in transformers' own function: a mask says all, and one query attends every key.
     causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
-    why = _left_to_sdpa(query, dropout, cache)
+    why = _left_to_sdpa(query, dropout)
     selects = indices is not None or block_indices is not None
     if selects:
         size = module.indexer.block_size if indices is None else 1
@@ -155,12 +187,10 @@ def attention_forward(
     if why:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        given = {"softcap": softcap, "position_bias": position_bias, "cache": cache}
+        given = {"softcap": softcap, "position_bias": position_bias}
         kwargs |= {name: x for name, x in given.items() if x is not None}
         if s_aux is not None or sinks is not None:
             raise NotImplementedError(f"fastattn: attention with sinks does not support {why}")
-        if cache is not None and selects:
-            raise NotImplementedError(f"fastattn: attention to selected keys does not support {why}")
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
@@ -303,12 +333,10 @@ def _masked(query: Any, key: Any, lists: Any, size: int, causal: bool, mask: Any
     return mask & found if mask.dtype is torch.bool else mask.masked_fill(~found, -torch.inf)
 
 
-def _left_to_sdpa(query: Any, dropout: float, cache: Any) -> str:
+def _left_to_sdpa(query: Any, dropout: float) -> str:
     """Find the argument of a call that is left to transformers' own "sdpa" function; mostly there is none."""
     if dropout:
         return "dropout"
     if query.is_nested:
         return "nested tensors"
-    if query.device.type != "cpu":
-        return f"tensors on {query.device.type}"
-    return "" if cache is None else "paged cache"
+    return "" if query.device.type == "cpu" else f"tensors on {query.device.type}"

@@ -17,6 +17,7 @@ from fastattn._undo import Shared
 from fastattn.torch._hybrids import FUNCTIONS, PACKED, REFUSED, NotTaken
 from fastattn.torch._indexers import with_promises
 from fastattn.torch._measure import gains, measuring, refused
+from fastattn.torch._packed import NAME
 from fastattn.torch._tensors import traced
 
 # The attribute by which parts of models keep a function of their module from the start.
@@ -29,6 +30,8 @@ _INDEXERS = (
     "DeepseekV32", "DeepseekV4", "GlmMoeDsa", "Glm5NextText", "AXK2", "Dots3NoteText", "HYV4", "HYV4VL",
     "MistralLarge4Text",
 )  # fmt: skip
+# Names that a model takes for flash attention in place of any other.
+_KERNELS = "_compatible_flash_implementations"
 _OURS = "_of_fastattn"  # what our replacements have as an attribute
 # A module or a class, a name, what transformers has there or None, and ours.
 _replaced: list[tuple[Any, str, Any, Any]] = []
@@ -123,6 +126,8 @@ def _places(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
         indexes = name.endswith("Indexer") and name.removesuffix("Indexer") in _INDEXERS
         if indexes and forward is not None and not hasattr(forward, _OURS):
             yield part, "forward", _indexing(forward)
+        if isinstance(part, type) and (kernels := vars(part).get(_KERNELS)) and NAME not in kernels:
+            yield part, _KERNELS, [*kernels, NAME]
     for function in FUNCTIONS:
         own = vars(module).get(function)
         if isinstance(own, type):

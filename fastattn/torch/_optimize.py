@@ -23,6 +23,7 @@ from fastattn.torch._linear import CLASSES, TAKEN, FrozenLinear
 from fastattn.torch._measure import GAIN, ratio_of
 from fastattn.torch._memory import keep_freed as keep_freed_memory
 from fastattn.torch._modules import hybrid_functions
+from fastattn.torch._packed import NAME as PACKED
 from fastattn.torch._sdpa import patch_sdpa, said
 
 _OWN = "own"  # each weight keeps its dtype
@@ -120,7 +121,7 @@ def _replace_attention(model: Any, measure: bool, steps: list[Callable[[], None]
         steps.append(register(measure=measure).undo)
         before = [(config, config._attn_implementation) for config in _configs(module)]
         was = module.config._attn_implementation
-        if any(implementation != NAME for _, implementation in before):
+        if any(implementation not in (NAME, PACKED) for _, implementation in before):
             steps.append(partial(_set_back, before))
             module.set_attn_implementation(NAME)
         now = module.config._attn_implementation

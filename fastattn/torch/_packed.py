@@ -1,0 +1,238 @@
+"""Sequences that are packed end to end, as transformers passes them to flash attention."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
+from typing import Any
+
+import torch
+
+from fastattn.torch._attention import varlen_op
+from fastattn.torch._tensors import traced
+
+# Beside "fastattn": transformers and sentence-transformers only pack for names with "flash" in them.
+NAME = "fastattn_flash"
+# Functions of transformers that make masks of what attention is also told by arguments.
+_WINDOWS = {"sliding_window_bidirectional_overlay", "sliding_window_overlay"}
+_TOLD = _WINDOWS | {
+    "and_masks", "bidirectional_mask_function", "causal_mask_function", "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+}  # fmt: skip
+_HAS_WINDOW = "_window_of_fastattn"  # an attribute of masks that say no more
+# Whether attention of the models of a config has been told all that such masks say, by every layer so far.
+_tells: dict[type, bool] = {}
+
+
+def marked(mask: Any, options: dict[str, Any]) -> Any:
+    """A mask that transformers has made, which knows whether arguments of attention say the same."""
+    if mask is not None and (window := _window_in(options)) is not None:
+        setattr(mask, _HAS_WINDOW, window)
+    return mask
+
+
+def is_needed(config: Any, options: dict[str, Any]) -> bool:
+    """Whether attention would not be told what a mask says."""
+    return not _tells.get(type(config), False) or _window_in(options) is None
+
+
+def is_told(mask: Any, sliding_window: int | None) -> bool:
+    """Whether a window and sequences are all that a mask says, if it says anything."""
+    return mask is None or getattr(mask, _HAS_WINDOW, None) is (sliding_window is not None)
+
+
+def learn(module: Any, query: Any, key: Any, mask: Any, sliding_window: int | None, positions: Any) -> None:
+    """Note whether this layer is told what `mask` says, also where `cu_seq_lens_q` is not given."""
+    row = (1, query.shape[2])
+    if mask is not None and not traced() and row == (len(query), key.shape[2]) and row[1] > 1:
+        config = type(module.config)
+        told = is_told(mask, sliding_window) and positions is not None and positions.shape == row
+        _tells[config] = told and _tells.get(config, True)
+
+
+def _window_in(options: dict[str, Any]) -> bool | None:
+    """Whether the mask of a row of tokens has a window; None if it has what attention is not told."""
+    if torch.compiler.is_compiling() or options.get("attention_mask") is not None:
+        return None
+    if options.get("batch_size") != 1 or options.get("q_length") != options.get("kv_length"):
+        return None
+    names = set(_names(options.get("mask_function")))
+    return bool(names & _WINDOWS) if names <= _TOLD else None
+
+
+def _names(mask: Any) -> Iterator[str]:
+    """The functions that a mask is made of."""
+    yield getattr(mask, "__qualname__", "").partition(".")[0]
+    for cell in getattr(mask, "__closure__", None) or ():
+        held = cell.cell_contents
+        for part in held if isinstance(held, tuple) else (held,):
+            if callable(part):
+                yield from _names(part)
+
+
+def models_of(config_class: type) -> list[Any]:
+    """The classes of models of a config."""
+    from transformers import PreTrainedModel
+
+    found, classes = [], [PreTrainedModel]
+    while classes:
+        classes += (each := classes.pop()).__subclasses__()
+        found += [each] * (each.config_class is config_class)
+    return found
+
+
+def _is_told(mask: Any) -> bool:
+    held = [x.cell_contents for x in getattr(mask, "__closure__", None) or ()]
+    parts = [part for x in held for part in (x if isinstance(x, tuple) else (x,)) if callable(part)]
+    name = getattr(mask, "__qualname__", "").partition(".")[0]
+    return name in _TOLD and all(map(_is_told, parts))
+
+
+def begins_of(position_ids: Any, query: Any, key: Any, sliding_window: int | None) -> Any:
+    """Where sequences begin in a row of tokens: where positions do, or at 0 with a window; or None."""
+    length = query.shape[2]
+    if query.shape[0] != 1 or length == 1 or key.shape[2] != length or traced():
+        return None
+    first = torch.zeros(1, dtype=torch.int64)
+    if position_ids is not None and position_ids.shape == (1, length):
+        first = (position_ids[0] == position_ids[0, 0]).nonzero()[:, 0]
+    if len(first) == 1 and (sliding_window is None or sliding_window >= length):
+        return None
+    return torch.cat((first, first.new_tensor([length]))).to(torch.int32)
+
+
+def attend(
+    module: Any, query: Any, key: Any, value: Any, begins: Any, causal: bool, window: Any, cache: Any,
+    given: dict[str, Any], options: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Attention of packed sequences (batch, heads, length, head_dim); `begins` are of queries and of keys."""
+    table, begins_k = None, begins[1]
+    if cache is None:
+        key, value = _rows(key), _rows(value)
+    else:
+        key, value, begins_k, table = _pages(module, key, value, cache, begins_k, given)
+    more = options.pop("sinks"), None, table, _seed_of(options["dropout"])
+    out = varlen_op(
+        _rows(query), key, value, begins[0], begins_k, *more, causal=causal, window=window, **options
+    )
+    return out.unflatten(0, (query.shape[0], -1))
+
+
+def _seed_of(dropout: float) -> Any:
+    """A seed from torch's generator, where there is dropout."""
+    return torch.randint(2**62, ()) if dropout else None
+
+
+def masked(
+    module: Any, query: Any, key: Any, value: Any, begins: Any, causal: bool, window: Any, cache: Any,
+    given: dict[str, Any], mask: Any, reasons: list[str],
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """Keys, values and a mask by which packed sequences are attended that cannot be as they are."""
+    if not traced():
+        _say(type(module).__name__, " and ".join(reasons))
+    begins_k = begins[1]
+    if cache is not None:
+        key, value, begins_k = _updated(module, key, value, cache, begins_k, given)
+    if mask is not None:  # it says all of a sequence
+        causal, window = False, None
+    own = _mask_of(begins[0], begins_k, causal, window)
+    if mask is not None:
+        own = own & mask if mask.dtype is torch.bool else mask.masked_fill(~own, -torch.inf)
+    return key, value, own
+
+
+def _rows(x: Any) -> Any:
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _mask_of(begins_q: Any, begins_k: Any, causal: bool, window: Any) -> Any:
+    """The mask (1, 1, len_q, len_k) by which queries attend the keys of their own sequence."""
+    lengths_q, lengths_k = begins_q.diff(), begins_k.diff()
+    numbers = torch.arange(len(lengths_q))
+    of_q, of_k = numbers.repeat_interleave(lengths_q), numbers.repeat_interleave(lengths_k)
+    # The last query of a sequence is at its last key.
+    at_q = torch.arange(len(of_q)) - (begins_q[1:] - lengths_k)[of_q]
+    away = torch.arange(len(of_k)) - begins_k[of_k] - at_q[:, None]
+    seen = of_q[:, None] == of_k
+    if causal:
+        seen &= away <= 0
+    if window is not None:
+        seen &= (-window[0] <= away) & (away <= window[1])
+    return seen[None, None]
+
+
+@cache
+def _say(name: str, what: str) -> None:
+    """Warn once for each kind of module."""
+    warnings.warn(
+        f"fastattn: {name} has {what}, with which sequences are not packed: a mask keeps them apart, and"
+        " memory and time grow with the square of the number of all tokens",
+        stacklevel=4,
+    )
+
+
+def _updated(module: Any, key: Any, value: Any, cache: Any, begins: Any, given: dict[str, Any]) -> Any:
+    """All keys and values of a `PagedAttentionCache`, copied, and where those of each sequence begin."""
+    given = given | {"cu_seq_lens_k": begins}
+    key, value = cache.update(key, value, module.layer_idx, given)
+    return key, value, given["cu_seq_lens_k"]
+
+
+def _pages(module: Any, key: Any, value: Any, cache: Any, begins: Any, given: dict[str, Any]) -> Any:
+    """Keys and values of a `PagedAttentionCache` after new ones are written, where they begin, and a table.
+
+    They are in pages, read in place; or in rows, without a table, if none is read but the new ones, and in
+    layers with windows, whose pages are rings.
+    """
+    layer = module.layer_idx
+    allocator = cache.layer_to_allocator[layer]
+    read = given["read_index"][allocator.index]
+    if not (allocator.supports_block_table and read.numel()):
+        key, value, begins = _updated(module, key, value, cache, begins, given)
+        return _rows(key), _rows(value), begins, None
+    begins = begins[allocator.layer_type]
+    # It only writes if it is to read nothing.
+    allocator.update(_rows(key), _rows(value), layer, read[:0], given["write_index"][allocator.index])
+    key, value = allocator.get_cache_for_block_table(layer)
+    return key, value, begins, _table_of(read, begins, key.shape[1])
+
+
+def _table_of(read: Any, begins: Any, page: int) -> Any:
+    """The pages of each sequence, from the rows `read` of all of its keys: the same in every layer."""
+    table = getattr(read, "_pages_of_fastattn", None)
+    if table is None:
+        pages = -(-int(begins.diff().max()) // page)
+        places = begins[:-1, None] + torch.arange(pages, dtype=torch.int32) * page
+        table = (read[places.clamp(max=len(read) - 1)] // page).to(torch.int32)
+        read._pages_of_fastattn = table
+    return table
+
+
+def answer_to_name() -> None:
+    """Let transformers find the functions of flash attention that belong to our name."""
+    from transformers import modeling_flash_attention_utils as utils
+
+    theirs = utils._lazy_imports
+    if hasattr(theirs, "_of_fastattn"):
+        return
+
+    @wraps(theirs)
+    def lazy_imports(implementation: Any, *args: Any, **options: Any) -> tuple[Callable[..., Any], ...]:
+        if implementation != NAME:
+            return theirs(implementation, *args, **options)  # type: ignore[no-any-return]
+        return None, _flash_varlen, None, utils._pad_input, utils._unpad_input  # type: ignore[return-value]
+
+    lazy_imports._of_fastattn = True  # type: ignore[attr-defined]
+    utils._lazy_imports = lazy_imports
+
+
+def _flash_varlen(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softcap: float | None = None, s_aux: Any = None,
+) -> Any:  # fmt: skip
+    """`flash_attn_varlen_func`, with the arguments of transformers alone."""
+    options = {"causal": causal, "window": list(window_size), "scale": softmax_scale, "softcap": softcap}
+    given = s_aux, None, None, _seed_of(dropout_p)
+    return varlen_op(q, k, v, cu_seqlens_q, cu_seqlens_k, *given, dropout=dropout_p, **options)
