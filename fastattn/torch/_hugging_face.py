@@ -37,6 +37,9 @@ HARMLESS = frozenset((
 def register(*, measure: bool = True) -> Undo:
     """Register ``attn_implementation="fastattn"`` for transformers and sentence-transformers.
 
+    "fastattn_flash" is the same for packed sequences: transformers and sentence-transformers omit padding for
+    names with "flash" in them, and continuous batching (``generate_batch``) requires one.
+
     Use it with `from_pretrained`, with `model.set_attn_implementation` of a loaded model, or as
     ``SentenceTransformer(..., model_kwargs={"attn_implementation": "fastattn"})``. Convolutions, delta rules
     and scans of hybrid models, deformable attention of detectors, and indexers of sparse attention are
@@ -66,9 +69,13 @@ def register(*, measure: bool = True) -> Undo:
     -----
     Masks are as for "sdpa": bools, or none for plain causal attention. Models without "sdpa" support get
     the masks of "eager". Softcaps, sinks, position biases and keys selected by an indexer are supported, with
-    gradients. Calls with dropout, on other devices, with nested tensors or with a paged cache use
-    transformers' "sdpa" function. A NotImplementedError is raised if weights are requested
-    (``output_attentions=True``), or if a model passes an unknown keyword.
+    gradients. Calls with dropout, on other devices or with nested tensors use transformers' "sdpa" function.
+    A NotImplementedError is raised if weights are requested (``output_attentions=True``), or if a model
+    passes an unknown keyword.
+
+    Packed sequences, told by ``cu_seq_lens_q`` or, with "fastattn_flash", by ``position_ids``, are attended
+    each by itself, without a mask, and in the pages of a cache. A warning says, once, where a model has a
+    custom mask or a position bias, with which a mask has to keep sequences apart.
 
     Functions of hybrid models and deformable attention have first-order gradients. transformers computes
     calls that are traced, in float64, on other devices, or refused here (see `measured`), and single-token
@@ -89,7 +96,7 @@ def register(*, measure: bool = True) -> Undo:
 
 
 _SAID = (
-    'attn_implementation="fastattn": registered in the whole process, also after undo\n'
+    'attn_implementation="fastattn" and "fastattn_flash": registered in the whole process, also after undo\n'
     "convolutions, delta rules and scans of hybrid models, deformable attention: replaced there, too"
 )
 
@@ -128,8 +135,8 @@ def packed_forward(
     _packed.learn(module, query, key, attention_mask, sliding_window, position_ids)
     if cu_seq_lens_q is None and _packed.is_told(attention_mask, sliding_window):
         cu_seq_lens_q = _packed.begins_of(position_ids, query, key, sliding_window)
-    packed = {"cu_seq_lens_q": cu_seq_lens_q, "sliding_window": sliding_window}
-    return attention_forward(module, query, key, value, attention_mask, *args, **packed, **kwargs)
+    kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "sliding_window": sliding_window}
+    return attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 def attention_forward(
@@ -153,20 +160,17 @@ def attention_forward(
     if cu_seq_lens_q is not None:
         if _packed.is_told(attention_mask, sliding_window):
             attention_mask = None
-        begins = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        unpacked = {
+        not_packed = {
             "a mask": attention_mask, "position_bias": position_bias, "sinks per query": sinks,
             "indices": indices, "block_indices": block_indices, _left_to_sdpa(query, 0.0): query,
         }  # fmt: skip
-        unpacked = [name for name, x in unpacked.items() if name and x is not None]
-        window = None
-        if sliding_window is not None and attention_mask is None:
-            window = [sliding_window - 1] * 2  # as transformers calls flash attention
-        args = module, query, key, value, begins, bool(is_causal), window
-        if not unpacked:
-            options = {"scale": scaling, "softcap": softcap, "dropout": dropout, "sinks": s_aux}
-            return _packed.attend(*args, cache, kwargs, options), None
-        key, value, attention_mask = _packed.masked(*args, cache, kwargs, attention_mask, unpacked)
+        reasons = [name for name, x in not_packed.items() if name and x is not None]
+        begins = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        window = sliding_window if attention_mask is None else None
+        packed = _packed.Call(module, query, key, value, *begins, bool(is_causal), window, cache, kwargs)
+        if not reasons:
+            return packed.attend(s_aux, dropout, scale=scaling, softcap=softcap), None
+        key, value, attention_mask = packed.masked(attention_mask, reasons)
     # As in transformers' own function: a mask says all, and one query attends every key.
     causal = bool(is_causal and attention_mask is None and query.shape[2] > 1)
     why = _left_to_sdpa(query, dropout)

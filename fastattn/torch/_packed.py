@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -102,51 +102,85 @@ def begins_of(position_ids: Any, query: Any, key: Any, sliding_window: int | Non
     return torch.cat((first, first.new_tensor([length]))).to(torch.int32)
 
 
-def attend(
-    module: Any, query: Any, key: Any, value: Any, begins: Any, causal: bool, window: Any, cache: Any,
-    given: dict[str, Any], options: dict[str, Any],
-) -> Any:  # fmt: skip
-    """Attention of packed sequences (batch, heads, length, head_dim); `begins` are of queries and of keys."""
-    table, begins_k = None, begins[1]
-    if cache is None:
-        key, value = _rows(key), _rows(value)
-    else:
-        key, value, begins_k, table = _pages(module, key, value, cache, begins_k, given)
-    more = options.pop("sinks"), None, table, _seed_of(options["dropout"])
-    out = varlen_op(
-        _rows(query), key, value, begins[0], begins_k, *more, causal=causal, window=window, **options
-    )
-    return out.unflatten(0, (query.shape[0], -1))
+class Call(NamedTuple):
+    """A call of attention for packed sequences, whose tensors are (batch, heads, length, head_dim)."""
+
+    module: Any
+    query: Any
+    key: Any
+    value: Any
+    begins_q: Any  # the end of the last one, too
+    begins_k: Any
+    causal: bool
+    sliding_window: int | None
+    cache: Any  # a PagedAttentionCache
+    given: dict[str, Any]
+
+    def attend(self, sinks: Any, dropout: float, **options: Any) -> Any:
+        """The result, (batch, length, heads, head_dim)."""
+        table, begins_k = None, self.begins_k
+        if self.cache is None:
+            key, value = _rows(self.key), _rows(self.value)
+        else:
+            key, value, begins_k, table = self._pages()
+        out = varlen_op(
+            _rows(self.query), key, value, self.begins_q, begins_k, sinks, None, table, _seed(dropout),
+            causal=self.causal, window=self._window(), dropout=dropout, **options,
+        )  # fmt: skip
+        return out.unflatten(0, (self.query.shape[0], -1))
+
+    def masked(self, mask: Any, reasons: list[str]) -> tuple[Any, Any, Any]:
+        """Keys, values and a mask for sequences that cannot be packed; `mask` says all within each."""
+        if not traced():
+            _say(type(self.module).__name__, " and ".join(reasons))
+        key, value, begins_k = self.key, self.value, self.begins_k
+        if self.cache is not None:
+            key, value, begins_k = self._updated()
+        if mask is None:
+            mask = _mask_of(self.begins_q, begins_k, self.causal, self._window())
+        else:
+            own = _mask_of(self.begins_q, begins_k, False, None)
+            mask = own & mask if mask.dtype is torch.bool else mask.masked_fill(~own, -torch.inf)
+        return key, value, mask
+
+    def _window(self) -> list[int] | None:
+        """The window as transformers gives it to flash attention."""
+        return None if self.sliding_window is None else [self.sliding_window - 1] * 2
+
+    def _updated(self) -> tuple[Any, Any, Any]:
+        """All keys and values of the cache, copied, and where those of each sequence begin."""
+        given = self.given | {"cu_seq_lens_k": self.begins_k}
+        key, value = self.cache.update(self.key, self.value, self.module.layer_idx, given)
+        return key, value, given["cu_seq_lens_k"]
+
+    def _pages(self) -> tuple[Any, Any, Any, Any]:
+        """Keys and values after new ones are written, where those of each sequence begin, and a table.
+
+        They are in pages, read in place; or in rows, without a table, if only the new ones are read, and in
+        layers with windows, whose pages are rings.
+        """
+        layer = self.module.layer_idx
+        allocator = self.cache.layer_to_allocator[layer]
+        read, write = (self.given[name][allocator.index] for name in ("read_index", "write_index"))
+        if not (allocator.supports_block_table and read.numel()):
+            key, value, begins = self._updated()
+            return _rows(key), _rows(value), begins, None
+        allocator.update(_rows(self.key), _rows(self.value), layer, read[:0], write)  # which writes alone
+        key, value = allocator.get_cache_for_block_table(layer)
+        begins = self.begins_k[allocator.layer_type]
+        return key, value, begins, _table_of(read, begins, key.shape[1])
 
 
-def _seed_of(dropout: float) -> Any:
+def _seed(dropout: float) -> Any:
     """A seed from torch's generator, where there is dropout."""
     return torch.randint(2**62, ()) if dropout else None
-
-
-def masked(
-    module: Any, query: Any, key: Any, value: Any, begins: Any, causal: bool, window: Any, cache: Any,
-    given: dict[str, Any], mask: Any, reasons: list[str],
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Keys, values and a mask by which packed sequences are attended that cannot be as they are."""
-    if not traced():
-        _say(type(module).__name__, " and ".join(reasons))
-    begins_k = begins[1]
-    if cache is not None:
-        key, value, begins_k = _updated(module, key, value, cache, begins_k, given)
-    if mask is not None:  # it says all of a sequence
-        causal, window = False, None
-    own = _mask_of(begins[0], begins_k, causal, window)
-    if mask is not None:
-        own = own & mask if mask.dtype is torch.bool else mask.masked_fill(~own, -torch.inf)
-    return key, value, own
 
 
 def _rows(x: Any) -> Any:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _mask_of(begins_q: Any, begins_k: Any, causal: bool, window: Any) -> Any:
+def _mask_of(begins_q: Any, begins_k: Any, causal: bool, window: list[int] | None) -> Any:
     """The mask (1, 1, len_q, len_k) by which queries attend the keys of their own sequence."""
     lengths_q, lengths_k = begins_q.diff(), begins_k.diff()
     numbers = torch.arange(len(lengths_q))
@@ -170,32 +204,6 @@ def _say(name: str, what: str) -> None:
         " memory and time grow with the square of the number of all tokens",
         stacklevel=4,
     )
-
-
-def _updated(module: Any, key: Any, value: Any, cache: Any, begins: Any, given: dict[str, Any]) -> Any:
-    """All keys and values of a `PagedAttentionCache`, copied, and where those of each sequence begin."""
-    given = given | {"cu_seq_lens_k": begins}
-    key, value = cache.update(key, value, module.layer_idx, given)
-    return key, value, given["cu_seq_lens_k"]
-
-
-def _pages(module: Any, key: Any, value: Any, cache: Any, begins: Any, given: dict[str, Any]) -> Any:
-    """Keys and values of a `PagedAttentionCache` after new ones are written, where they begin, and a table.
-
-    They are in pages, read in place; or in rows, without a table, if none is read but the new ones, and in
-    layers with windows, whose pages are rings.
-    """
-    layer = module.layer_idx
-    allocator = cache.layer_to_allocator[layer]
-    read = given["read_index"][allocator.index]
-    if not (allocator.supports_block_table and read.numel()):
-        key, value, begins = _updated(module, key, value, cache, begins, given)
-        return _rows(key), _rows(value), begins, None
-    begins = begins[allocator.layer_type]
-    # It only writes if it is to read nothing.
-    allocator.update(_rows(key), _rows(value), layer, read[:0], given["write_index"][allocator.index])
-    key, value = allocator.get_cache_for_block_table(layer)
-    return key, value, begins, _table_of(read, begins, key.shape[1])
 
 
 def _table_of(read: Any, begins: Any, page: int) -> Any:
@@ -234,5 +242,5 @@ def _flash_varlen(
 ) -> Any:  # fmt: skip
     """`flash_attn_varlen_func`, with the arguments of transformers alone."""
     options = {"causal": causal, "window": list(window_size), "scale": softmax_scale, "softcap": softcap}
-    given = s_aux, None, None, _seed_of(dropout_p)
+    given = s_aux, None, None, _seed(dropout_p)
     return varlen_op(q, k, v, cu_seqlens_q, cu_seqlens_k, *given, dropout=dropout_p, **options)
