@@ -140,7 +140,7 @@ def t5_buckets(
     """
     num_buckets = integer("num_buckets", num_buckets, 1, MOST_SIZE)
     diagonals, len_q, len_k = _t5_diagonals(len_q, len_k, num_buckets, max_distance, bidirectional, q_offset)
-    return _toeplitz(diagonals, len_q, len_k)
+    return toeplitz(diagonals, len_q, len_k)
 
 
 @named("t5_bias")
@@ -182,7 +182,7 @@ def t5_bias(
         raise ValueError(f"(): table has shape {rows.shape}; expected (num_buckets, heads)")
     diagonals, len_q, len_k = _t5_diagonals(len_q, len_k, len(rows), max_distance, bidirectional, q_offset)
     # Convert to native byte order here, where it is O(length): `attention` would copy the whole view.
-    return _toeplitz(np.array(rows[diagonals].T, rows.dtype.newbyteorder("="), order="C"), len_q, len_k)
+    return toeplitz(np.array(rows[diagonals].T, rows.dtype.newbyteorder("="), order="C"), len_q, len_k)
 
 
 def _t5_diagonals(
@@ -210,6 +210,6 @@ def _t5_diagonals(
     return bucket + n * (behind < 0) if both else bucket, len_q, len_k
 
 
-def _toeplitz(diagonals: Array, len_q: int, len_k: int) -> Array:
+def toeplitz(diagonals: Array, len_q: int, len_k: int) -> Array:
     """View (..., len_q, len_k) of `diagonals`, (..., max(len_q, 1) + len_k - 1), the lower left one first."""
     return sliding_window_view(diagonals, len_k, axis=-1)[..., ::-1, :][..., :len_q, :]

@@ -4,6 +4,8 @@ Importing this package defines ``torch.ops.fastattn.attention`` and others, and 
 use torch's threads: two pools would compete for the cores. docs/torch.md is the guide.
 """
 
+from typing import Any
+
 try:
     import torch  # noqa: F401 - said once, and by the name of what to install
 except ImportError as error:
@@ -22,8 +24,17 @@ from fastattn.torch._threads import borrow
 
 borrow()
 
-__all__ = ["Undo", "measured", "optimize", "patch_sdpa", "register"]
+__all__ = ["Undo", "flex_attention", "measured", "optimize", "patch_sdpa", "register"]
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def __getattr__(name: str) -> Any:
+    if name != "flex_attention":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # On first use, as it imports torch's compiler, which takes seconds.
+    from fastattn.torch._flex import flex_attention
+
+    return globals().setdefault(name, flex_attention)
