@@ -1,7 +1,7 @@
-"""fastattn under ONNX's reference evaluator: five operators of a model are computed by its kernels.
+"""fastattn under ONNX's reference evaluator: eight operators of a model are computed by its kernels.
 
 ``ReferenceEvaluator(model, new_ops=OPERATORS)`` takes them; all others stay those of the evaluator. They pass
-ONNX's own tests of these operators, see tests/parity/test_onnx.py.
+ONNX's own tests of these operators, see tests/parity/test_onnx.py, in their versions of opsets 17 to 28.
 
     pip install onnx ml_dtypes
     python examples/onnx_operators.py
@@ -14,7 +14,7 @@ from onnx.reference.op_run import OpRun
 
 import fastattn
 from fastattn.functional import linear_attention
-from fastattn.ops import layer_norm, rms_norm
+from fastattn.ops import activate, causal_conv1d, layer_norm, rms_norm
 from fastattn.positions import apply_rope
 
 
@@ -137,7 +137,45 @@ class LinearAttention(OpRun):
         return join(out), state.astype(dtype, copy=False)
 
 
-OPERATORS = [Attention, RotaryEmbedding, RMSNormalization, LayerNormalization, LinearAttention]
+class CausalConvWithState(OpRun):
+    op_domain = ""
+
+    def _run(self, x, weight, bias=None, state=None, *, activation="none"):
+        out, state = causal_conv1d(
+            x.swapaxes(1, 2), weight[:, 0], bias, state=None if state is None else state.swapaxes(1, 2),
+            activation=None if activation == "none" else "silu", return_state=True,
+        )  # fmt: skip
+        return out.swapaxes(1, 2), state.swapaxes(1, 2)
+
+
+def swish(x, alpha, up=None):
+    """``x * sigmoid(alpha * x)``, times `up`: silu of alpha x, over alpha."""
+    if alpha == 1:
+        return activate(x, "silu", up=up)
+    wide = np.float64 if x.dtype == np.float64 else np.float32
+    y = x.astype(wide)
+    y = activate(y * wide(alpha), "silu") / wide(alpha) if alpha else y / 2
+    return (y if up is None else y * up.astype(wide)).astype(x.dtype)
+
+
+class SwiGLU(OpRun):
+    op_domain = ""
+
+    def _run(self, a, b, *, alpha=1.0):
+        return (swish(a, alpha, b),)
+
+
+class Swish(OpRun):
+    op_domain = ""
+
+    def _run(self, x, *, alpha=1.0):
+        return (swish(x, alpha),)
+
+
+OPERATORS = [
+    Attention, RotaryEmbedding, RMSNormalization, LayerNormalization, LinearAttention, CausalConvWithState,
+    SwiGLU, Swish,
+]  # fmt: skip
 
 
 def main():
