@@ -284,7 +284,7 @@ class MultiHeadAttention(AttentionParameters):
                 raise wrong_shape(masks[0][0], query, expected)
             q_offset = cache.offset
         elif cached is not None:
-            q_offset = cached.q_offset
+            q_offset = cached.q_offset + cached._dropped
         options, (_, attn_mask, key_padding_mask, is_causal) = self._options.copy(), masks
         if self.sink_logits is not None:
             options["sinks"] = self.sink_logits

@@ -13,7 +13,7 @@ from fastattn import _safetensors
 from fastattn._args.cache import append_args, cache_args, counts_of
 from fastattn._args.errors import named, put_name
 from fastattn._args.types import FLOAT32, Array, ArrayLike, DTypeLike, Ints, Shape, lane_dtype
-from fastattn._args.values import integer, integers, is_float
+from fastattn._args.values import integer, integers, is_float, require_broadcast, short
 from fastattn._engine.slots import Slots
 
 _LEAST_CAPACITY = 16
@@ -38,6 +38,7 @@ class Cached(_Cached):
 
     k_scale: Array | None = None
     v_scale: Array | None = None
+    _dropped: Ints | int = 0  # tokens before the first new one that `KVCache.keep` has dropped
 
     def _asdict(self) -> dict[str, Any]:
         """Return the arguments that are not None, by name."""
@@ -111,6 +112,7 @@ class KVCache:
         self._capacity, self._dtype = cache_args(capacity, dtype)
         self._length = 0
         self._lengths: Ints | None = None  # None where all sequences have self._length tokens
+        self._dropped: Ints | None = None  # by `keep`: tokens of each sequence, (batch,); None for none
         # Keys and values, and their scales; empty before the first append.
         self._held: tuple[Array, ...] = ()
 
@@ -150,7 +152,15 @@ class KVCache:
 
     @property
     def offset(self) -> Ints | int:
-        """Position of the next token: an integer, or an array (batch,)."""
+        """Position of the next token, for rotary positions: an integer, or an array (batch,).
+
+        Counts tokens that `keep` has dropped; `lengths` and ``q_offset`` count held tokens alone.
+        """
+        return self._rows if self._dropped is None else self._rows + self._dropped
+
+    @property
+    def _rows(self) -> Ints | int:
+        """Number of tokens held, of all sequences or of each: where the next token goes."""
         return self._length if self._lengths is None else self._lengths
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> Cached:
@@ -185,6 +195,8 @@ class KVCache:
             slots.put(new_k, new_v)
         held_k, held_v, *scales = slots.held(0, new_k.shape[1])
         cached = Cached(held_k, held_v, slots.ends, slots.starts)
+        if self._dropped is not None:
+            cached._dropped = self._dropped
         if scales:
             cached.k_scale, cached.v_scale = scales
         return cached
@@ -207,7 +219,7 @@ class KVCache:
         counts (batch,) tokens of each sequence are not padding; None counts all.
         """
         batch, _, tokens, _ = k
-        before = self.offset
+        before = self._rows
         room = self._length + tokens
         if not self._held or room > self._capacity:
             self._grow((k, v), dtype, room)
@@ -243,7 +255,7 @@ class KVCache:
 
     @named("KVCache.truncate")
     def truncate(self, length: int) -> None:
-        """Drop all tokens from position `length` on, such as rejected guesses."""
+        """Drop all held tokens but the first `length`, such as rejected guesses."""
         length = integer("length", length, 0, self._length)
         if self._lengths is None:
             self._length = length
@@ -258,8 +270,61 @@ class KVCache:
         """
         index = _index(sequences, self._held)
         self._held = tuple(x[index] for x in self._held)
+        if self._dropped is not None:
+            self._dropped = self._dropped[index]
         if self._lengths is not None:
             self._end_at(self._lengths[index])
+
+    @named("KVCache.keep")
+    def keep(self, indices: ArrayLike) -> None:
+        """Keep these tokens of each sequence and key head, and drop all others, so that memory is bounded.
+
+        Parameters
+        ----------
+        indices : array_like of int, (..., n)
+            Numbers of held tokens, in ascending order; broadcasts to (batch, heads_kv, n). Heads may keep
+            different tokens, but as many of them. -1 after the others stands for none, in sequences that keep
+            fewer than n.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an index is missing in its sequence, or the indices do not fit or ascend; nothing was changed.
+
+        Notes
+        -----
+        Keys and values stay as they were, so keys keep the rotary positions that they were turned by. The
+        next token has the position `offset`, which counts dropped tokens; layers turn it by that. For masks
+        the kept tokens are neighbours: later tokens attend all of them under ``causal``, while windows and
+        ALiBi count held tokens. ``stats=("key_sums",)`` of `fastattn.attention` says what a key has
+        contributed (H2O, Zhang et al. 2023, arXiv:2306.14048).
+        """
+        if not self._held:
+            raise ValueError("(): the cache is empty; expected one that has been filled")
+        before = self.lengths
+        given = np.atleast_1d(integers("indices", indices, low=-1, high=self._length - 1))
+        shape = *self._held[0].shape[:2], given.shape[-1]
+        require_broadcast("indices", given.shape, shape, "(batch, heads_kv, n)")
+        index = np.broadcast_to(given, shape)
+        counts = (index >= 0).sum(axis=-1)
+        kept, first, later = counts.max(axis=1, initial=0), index[..., :-1], index[..., 1:]
+        wrong = None
+        if ((later >= 0) & ((first < 0) | (first >= later))).any():
+            wrong = "out of order; expected ascending ones, and -1 after them"
+        elif (index >= before[:, None, None]).any():
+            wrong = f"that are not held; expected those of sequences of lengths {short(before)}"
+        elif (counts != kept[:, None]).any():
+            wrong = "in other numbers by head; expected as many for each"
+        if wrong:
+            raise ValueError(f"(): indices has tokens {wrong}")
+        index = index[..., : kept.max(initial=0)]
+        arrays = tuple(np.empty_like(x) for x in self._held)  # earlier views and copies stay as they are
+        for new, x in zip(arrays, self._held, strict=True):
+            places = index.reshape(*index.shape, *(1,) * (x.ndim - 3))
+            new[:, :, : index.shape[-1]] = np.take_along_axis(x, places, axis=2)
+        dropped = before - kept
+        self._held, self._dropped = arrays, dropped if self._dropped is None else self._dropped + dropped
+        self._end_at(kept)
 
     @named("KVCache.save")
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -281,20 +346,22 @@ class KVCache:
         held = {name: x[:, :, : self._length].copy() for name, x in zip(_NAMES, self._held, strict=False)}
         for x in held.values():  # what was not written may be any memory of the process
             x.swapaxes(1, 2)[np.arange(self._length) >= lengths[:, None]] = 0
-        return {**held, "lengths": lengths}
+        dropped = {} if self._dropped is None else {"dropped": self._dropped}
+        return {**held, "lengths": lengths, **dropped}
 
     @classmethod
     def _of(cls, arrays: dict[str, Array], where: str) -> KVCache:
         """The cache with these `_arrays`, of the file `where`."""
         names = _NAMES[: 4 if "k_scale" in arrays else 2]
-        if arrays.keys() != {*names, "lengths"}:
+        if arrays.keys() - {"dropped"} != {*names, "lengths"}:
             came = f"{where} has the arrays {', '.join(arrays)}"
             expected = f"{', '.join(_NAMES)} and lengths, or {', '.join(_NAMES[:2])} and lengths"
             raise ValueError(f"(): {came}; expected {expected}")
         held, lengths = tuple(arrays[name] for name in names), arrays["lengths"]
+        dropped = arrays.get("dropped", np.zeros_like(lengths))
         k, v, *scales = held
         fit = k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and k.dtype == v.dtype
-        fit = fit and lengths.dtype == np.int64 and lengths.shape == k.shape[:1]
+        fit = fit and all(x.dtype == np.int64 and x.shape == k.shape[:1] for x in (lengths, dropped))
         fit = fit and (k.dtype == np.int8 if scales else is_float(k.dtype))
         fit = fit and all(
             x.shape == k.shape[:3] and x.dtype == scales[0].dtype == lane_dtype(x.dtype) for x in scales
@@ -305,8 +372,10 @@ class KVCache:
         if lengths.size and not (lengths.min() >= 0 and lengths.max() == k.shape[2]):
             came = f"lengths from {lengths.min()} to {lengths.max()}"
             raise ValueError(f"(): {where} has {came}; expected the longest to be {k.shape[2]}, as k")
+        if (dropped < 0).any():
+            raise ValueError(f"(): {where} has a negative number in dropped; expected what a cache holds")
         cache = cls(k.shape[2], k.dtype)
-        cache._held = held
+        cache._held, cache._dropped = held, dropped if dropped.any() else None
         cache._end_at(lengths)
         return cache
 
@@ -450,7 +519,9 @@ def slots_of(
     """
     (batch, tokens), first = sizes, caches[0]
     for cache, own in zip(caches, heads, strict=True):
-        alike = cache is first or np.array_equal(cache.offset, first.offset)
+        alike = cache is first or (
+            np.array_equal(cache.offset, first.offset) and np.array_equal(cache._rows, first._rows)
+        )
         if not (alike and cache._fits(batch, *own, dtype)):
             return None
     counts = None

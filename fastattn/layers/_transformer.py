@@ -321,9 +321,10 @@ def _sequences(
         return Sequences(batch, begins=np.append(0, np.cumsum(length - padding.sum(axis=1))))
     sequences, len_k, causal = Sequences(batch), length, each[0][3]
     start: Ints | int = 0
+    held: Ints | int = 0  # before the first new token; fewer than its position if the cache dropped some
     shared: tuple[key_ranges.Range, ...] = ()
     if caches:
-        start = caches[0].offset
+        start, held = caches[0].offset, caches[0]._rows
         slots = slots_of(caches, heads, (batch, length), dtype, lengths)
         if slots is None:
             return None
@@ -339,7 +340,7 @@ def _sequences(
     if causal or shared or windows != (None,):
         positions = np.arange(length)[None, None]
         if caches:
-            positions = positions + np.reshape(start, (-1, 1, 1))
+            positions = positions + np.reshape(held, (-1, 1, 1))
         sequences = sequences._replace(ranges=visible(windows, positions, causal, shared, len_k))
     return sequences
 

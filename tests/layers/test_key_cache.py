@@ -6,12 +6,14 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
+from layer_oracle import randomized
 from refused import assert_refused, refused
 from safetensors.numpy import save_file
 
 import fastattn
-from fastattn.layers import DecoderCache, KVCache
+from fastattn.layers import DecoderCache, KVCache, MultiHeadAttention, Rope
 from fastattn.layers._cache import restored_on_error
+from fastattn.positions import rope_frequencies
 
 RNG = np.random.default_rng(0)
 
@@ -290,6 +292,73 @@ def fail_behind(*steps):
     raise MemoryError
 
 
+@pytest.mark.parametrize("dtype", [None, "float16", "int8"])
+def test_keep_holds_what_each_head_keeps(dtype):
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 3, 2, 9, 8)).astype(np.float32)
+    cache = KVCache(dtype=dtype)
+    whole = cache.append(k, v, lengths=[9, 4, 6])._asdict()
+    before = {name: np.array(x) for name, x in whole.items()}
+    kept = np.array([[[0, 3, 8], [1, 2, 7]], [[0, 3, -1], [2, 3, -1]], [[-1, -1, -1]] * 2])
+    cache.keep(kept)
+    assert (cache.length, cache.lengths.tolist(), cache.offset.tolist()) == (3, [3, 2, 0], [9, 4, 6])
+    with pytest.raises(ValueError, match=r"^KVCache.keep\(\): indices has tokens that are not held"):
+        cache.keep([2])
+    new = rng.standard_normal((2, 3, 2, 2, 8)).astype(np.float32)
+    cached = cache.append(*new)
+    assert cached.q_offset.tolist() == [3, 2, 0]  # masks count what is held
+    assert cache.offset.tolist() == [11, 6, 8]
+    held = cached._asdict()
+    for name in held.keys() & {"k", "v", "k_scale", "v_scale"}:
+        np.testing.assert_array_equal(whole[name], before[name])  # views of before
+        for b, h in np.ndindex(3, 2):
+            rows = [n for n in kept[b, h] if n >= 0]
+            np.testing.assert_array_equal(held[name][b, h, : len(rows)], before[name][b, h, rows])
+    q = rng.standard_normal((3, 4, 2, 8)).astype(np.float32)
+    out = fastattn.attention(q, **held, causal=True)
+    for b in range(3):
+        n = held["kv_lengths"][b]
+        one = {name: x[b, :, :n] for name, x in held.items() if name not in ("kv_lengths", "q_offset")}
+        np.testing.assert_allclose(out[b], fastattn.attention(q[b], **one, causal=True), atol=1e-6)
+
+
+def test_keep_of_what_was_kept_selected_saved_and_cut(tmp_path):
+    x = np.arange(2 * 7.0).reshape(2, 1, 7, 1)
+    cache = KVCache()
+    cache.append(x, x)
+    cache.keep([0, 2, 3, 5])
+    cache.keep([1, 3])
+    assert (cache.length, cache.offset.tolist()) == (2, [7, 7])
+    cache.append(x[:, :, :2], x[:, :, :2], lengths=[1, 2])
+    cache.select([1, 0])
+    cache.save(tmp_path / "cache.safetensors")
+    for each in (cache, KVCache.load(tmp_path / "cache.safetensors"), copy.copy(cache)):
+        assert each.offset.tolist() == [9, 8]
+        each.truncate(3)
+        assert (each.lengths.tolist(), each.offset.tolist()) == ([3, 3], [8, 8])
+        k, *_ = each.append(x[:, :, :1], x[:, :, :1])
+        assert k[..., 0].tolist() == [[[9, 12, 7, 0]], [[2, 5, 0, 7]]]
+    cache.keep(np.zeros(0, int))
+    assert (cache.length, cache.offset.tolist()) == (0, [9, 9])
+
+
+@pytest.mark.parametrize("tokens_of_step", [1, 4])
+def test_layers_turn_tokens_after_keep_by_their_own_positions(tokens_of_step):
+    """As a mask that hides the dropped tokens, whose positions are counted all the same."""
+    layer = randomized(MultiHeadAttention(32, 4, rope=Rope(rope_frequencies(8))))
+    x = RNG.standard_normal((2, 12, 32)).astype(np.float32)
+    kept = [0, 3, 4, 7]
+    hidden = np.triu(np.ones((12, 12), bool), 1)
+    hidden[8:, np.setdiff1d(np.arange(8), kept)] = True
+    expected = layer(x, attn_mask=hidden)[0][:, 8:]
+    cache = KVCache()
+    layer(x[:, :8], is_causal=True, cache=cache)
+    cache.keep(kept)
+    steps = np.split(x[:, 8:], 4 // tokens_of_step, axis=1)
+    found = [layer(step, is_causal=True, cache=cache)[0] for step in steps]
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-5)
+
+
 def test_restored_on_error():
     cache = KVCache(capacity=3)
     with pytest.raises(MemoryError), restored_on_error((cache, None)):
@@ -359,6 +428,14 @@ c.append(*tokens(2), lengths=[3, 1]) -> ValueError: lengths has 3; expected 0 to
 c.append(*tokens(2), lengths=[1, 1, 1]) -> ValueError: lengths has shape
 c.append(*tokens(2), lengths=[1.0, 1.0]) -> TypeError: lengths has dtype float64
 c.truncate(6) -> ValueError: length is 6; expected 0 to 5
+KVCache().keep([0]) -> ValueError: the cache is empty
+c.keep([5]) -> ValueError: indices has 5; expected -1 to 4
+c.keep([0.0]) -> TypeError: indices has dtype float64; expected integers
+c.keep([[0], [1]]) -> ValueError: indices has shape \(2, 1\); expected one that fits \(batch, heads_kv, n\)
+c.keep([0, 0]) -> ValueError: indices has tokens out of order
+c.keep([3, 1]) -> ValueError: indices has tokens out of order
+c.keep([-1, 1]) -> ValueError: indices has tokens out of order
+c.keep([[[0, 1], [0, 1], [0, -1]]] * 2) -> ValueError: indices has tokens in other numbers by head
 c.select([2]) -> ValueError: sequences has 2; expected 0 to 1
 c.select(0) -> ValueError: sequences has shape \(\)
 KVCache().select([0]) -> ValueError: the cache is empty
@@ -421,6 +498,14 @@ def test_files_that_hold_no_cache(tmp_path):
     save_file({"k": np.ones((1, 2, 3, 4), np.float32)}, file, {"fastattn.cache": '{"format": 1}'})
     with pytest.raises(ValueError, match="has the arrays k; expected"):
         KVCache.load(file)
+    whole = {name: np.ones((1, 2, 3, 4), np.float32) for name in "kv"} | {"lengths": np.array([3])}
+    for dropped, message in (
+        (np.array([-1]), "negative number in dropped"),
+        (np.ones(2, int), "dropped .2,."),
+    ):
+        save_file({**whole, "dropped": dropped}, file, {"fastattn.cache": '{"format": 1}'})
+        with pytest.raises(ValueError, match=message):
+            KVCache.load(file)
     save_file({"k": np.ones((1, 2, 3, 4), np.float32)}, file, {"fastattn.cache": '{"format": 2}'})
     with pytest.raises(ValueError, match=r"the format of the cache in .* is 2; expected 1"):
         KVCache.load(file)
