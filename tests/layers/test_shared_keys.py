@@ -192,6 +192,24 @@ def test_prompts_of_different_lengths_selected_and_truncated(side):
         lengths = [n + 1 for n in lengths]
 
 
+@every_side
+def test_tokens_after_some_were_dropped_have_their_own_positions(side):
+    """As a mask that hides the dropped tokens from later ones."""
+    model, memory = stack([0, 0, 2, 2], side=side, dtype="float32"), memory_of(side, np.float32)
+    x, kept = draw(BATCH, LENGTH, WIDTH), [0, 2, 3]
+    hidden = np.triu(np.ones((LENGTH, LENGTH), bool), 1)
+    hidden[5:, [1, 4]] = True
+    full = model(x, *memory, **{"mask" if side == "encoder" else "tgt_mask": hidden})
+    cache = model.new_cache()
+    called(model, x[:, :5], *memory, cache=cache)
+    for tokens in cache if side == "encoder" else (layer.tokens for layer in cache):
+        if tokens.length:  # of layers with keys of their own
+            tokens.keep(kept)
+    for step in (slice(5, 8), slice(8, 9)):
+        out = called(model, x[:, step], *memory, cache=cache)
+        np.testing.assert_allclose(out, full[:, step], atol=1e-5)
+
+
 def test_a_cache_holds_shared_keys_once():
     sharing, plain = stack([0, 0, 2, 2], dtype="float32"), stack([0, 1, 2, 3], dtype="float32")
     sizes = []
