@@ -1,7 +1,8 @@
 """Kernels for torch's CPU tensors, in shared memory: operators with gradients, and faster models.
 
-Importing this package defines ``torch.ops.fastattn.attention`` and others, and makes all calls of the process
-use torch's threads: two pools would compete for the cores. docs/torch.md is the guide.
+Importing this package defines ``torch.ops.fastattn.attention`` and others, and the kernels that
+``torch.nn.attention.varlen.varlen_attn`` lacks on CPUs. It makes all calls of the process use torch's
+threads: two pools would compete for the cores. docs/torch.md is the guide.
 """
 
 from typing import Any
@@ -14,7 +15,8 @@ except ImportError as error:
 
 import fastattn.flash_attn._torch
 import fastattn.torch._attention
-import fastattn.torch._variants  # noqa: F401 - define operators
+import fastattn.torch._variants
+import fastattn.torch._varlen  # noqa: F401 - define operators
 from fastattn._undo import Undo
 from fastattn.torch._hugging_face import register
 from fastattn.torch._measure import measured

@@ -28,7 +28,7 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _CHUNK = 2**20  # scores for which a mask_mod is evaluated at a time
 _SIDE = 128  # queries, and keys, of a block for that: larger ones are cut
 # Of each BlockMask: its function and its blocks, which may be replaced, and the ranges made of them.
-_known: WeakKeyDictionary[Any, tuple[Any, Any, Mask]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, tuple[Any, Any, Mask | Array]] = WeakKeyDictionary()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -83,10 +83,10 @@ def flex_attention(
 
     Notes
     -----
-    A mask takes O(len_q) memory if each query attends one range of keys, otherwise 16 bytes per range. Its
-    function is evaluated in partial blocks alone. What `score_mod` adds takes memory for the axes that it
-    depends on: len_q + len_k numbers per head if it depends on ``q_idx - kv_idx`` alone, as ALiBi and
-    relative positions, otherwise up to len_q * len_k. Its tensors get gradients.
+    A mask takes O(len_q) memory if each query attends one range of keys, otherwise 16 bytes per range or a
+    byte per score, what is less. Its function is evaluated in partial blocks alone. What `score_mod` adds
+    takes memory for the axes that it depends on: len_q + len_k numbers per head if it depends on ``q_idx -
+    kv_idx`` alone, as ALiBi and relative positions, otherwise up to len_q * len_k. Its tensors get gradients.
 
     Source: J. Dong et al., "Flex Attention", 2024, arXiv:2412.05496.
     """
@@ -204,7 +204,7 @@ class _OfBlocks(Mask):
         return self.resolved
 
 
-def _mask_of(block_mask: BlockMask, shape: tuple[int, ...]) -> Mask:
+def _mask_of(block_mask: BlockMask, shape: tuple[int, ...]) -> Mask | Array:
     """The mask that `block_mask` is, for scores of this shape."""
     *lead, len_q, len_k = block_mask.shape
     fits = all(n in (1, m) for n, m in zip(lead, shape[:2], strict=True)) if len(lead) == 2 else False
@@ -218,7 +218,7 @@ def _mask_of(block_mask: BlockMask, shape: tuple[int, ...]) -> Mask:
         raise ValueError(f"(): block_mask is on {block_mask.kv_indices.device}; expected the CPU")
     function, indices, mask = _known.get(block_mask, (None, None, None))
     if mask is None or function is not block_mask.mask_mod or indices is not block_mask.kv_indices:
-        mask = _OfBlocks(_resolved(block_mask, len_q, len_k))
+        mask = _made(block_mask, len_q, len_k)
         _known[block_mask] = block_mask.mask_mod, block_mask.kv_indices, mask
     return mask
 
@@ -233,8 +233,8 @@ def _bitmap(count: Any, indices: Any) -> Array:
     return found[..., :-1]
 
 
-def _resolved(block_mask: BlockMask, len_q: int, len_k: int) -> Resolved:
-    """Ranges of the keys that are in full blocks, and those of partial blocks for which mask_mod is true."""
+def _made(block_mask: BlockMask, len_q: int, len_k: int) -> Mask | Array:
+    """The keys that are in full blocks, and those of partial blocks for which mask_mod is true."""
     partial = _bitmap(block_mask.kv_num_blocks, block_mask.kv_indices)
     full = np.zeros_like(partial)
     if block_mask.full_kv_num_blocks is not None:
@@ -251,7 +251,13 @@ def _resolved(block_mask: BlockMask, len_q: int, len_k: int) -> Resolved:
     begin, end = (np.broadcast_to(x[:, None] * size[1], some.shape)[some] for x in (begin, end))
     parts = [(owner, begin, end), *_partial_runs(block_mask.mask_mod, partial, size, rows, len_k)]
     owner, begin, end = map(np.concatenate, zip(*parts, strict=True))
-    return key_ranges.simplified(key_ranges.union(rows, rows.size, owner, begin, end, len_k))
+    lists = key_ranges.union(rows, rows.size, owner, begin, end, len_k)
+    if lists.ranges.nbytes <= rows.size * len_k:
+        return _OfBlocks(key_ranges.simplified(lists))
+    steps = np.zeros((rows.size, len_k + 1), np.int8)  # scattered keys: a bool each is less
+    owner = np.repeat(np.arange(rows.size), np.diff(lists.offsets))
+    steps[owner, lists.ranges[:, 0]], steps[owner, lists.ranges[:, 1]] = 1, -1
+    return np.cumsum(steps, axis=1, out=steps)[:, :-1].reshape(*rows.shape, len_k).view(np.bool_)
 
 
 def _partial_runs(function: Any, partial: Array, size: Ints, rows: Ints, len_k: int) -> Iterator[Any]:

@@ -207,8 +207,10 @@ def read(score_mod: Callable[..., Any], shape: tuple[int, ...], lane: torch.dtyp
     rows, keys = (1, len_q + len_k - 1) if seen["by_distance"] else (len_q, len_k)
     factor, bias, ratio = create_mask(called, *lead, rows, keys, "cpu")
     # What does not depend on an axis has no stride along it: how results leave torch.vmap.
-    places = (slice(0, 1) if stride == 0 else slice(None) for stride in bias.stride())
-    bias = bias[tuple(places)]
+    factor, bias, ratio = (
+        x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
+        for x in (factor, bias, ratio)
+    )
     if bias.isnan().any():
         raise ValueError("(): what score_mod adds to scores is NaN; expected numbers")
     found = ScoreMod(_narrowed(factor), ratio=_narrowed(ratio) if seen["capped"] else None)
