@@ -91,11 +91,10 @@ def flex_attention(
     Source: J. Dong et al., "Flex Attention", 2024, arXiv:2412.05496.
     """
     tensors = {"query": query, "key": key, "value": value}
+    _check(tensors, enable_gqa, block_mask, return_lse, return_aux)
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-        tensors = {n: x if x.dtype is torch.float64 else x.to(dtype) for n, x in tensors.items()}
-    _check(tensors, enable_gqa, block_mask, return_lse, return_aux)
-    query, key, value = tensors.values()
+        query, key, value = (x if x.dtype is torch.float64 else x.to(dtype) for x in tensors.values())
     shape = *query.shape[:3], key.shape[2]
     options: dict[str, Any] = {
         "scale": query.shape[3] ** -0.5 if scale is None else scale,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastattn import varlen_attention
 from fastattn.functional import varlen_attention_backward
+from fastattn.functional._attention import varlen_attention
 from fastattn.torch._attention import sides
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
 

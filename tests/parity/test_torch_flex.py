@@ -172,6 +172,17 @@ def test_dtypes_heads_and_batches(dtype, name):
     assert aux.max_scores is None
 
 
+def test_gradients_of_grouped_heads_and_of_one_batch_item_of_keys():
+    q, k, v = (x.requires_grad_() for x in operands(torch.float64, heads_kv=2, batch_kv=1))
+    mod = mods(**PARAMETERS)["alibi"]
+    given = q, *(x.expand(B, -1, -1, -1).repeat_interleave(2, dim=1) for x in (k, v))
+    expected = torch.autograd.grad(by_scores(mod, causal, *given)[0].square().sum(), (q, k, v))
+    mask = create_block_mask(causal, None, None, LEN_Q, LEN_K, device="cpu")
+    out = flex_attention(q, k, v, mod, mask, enable_gqa=True)
+    found = torch.autograd.grad(out.square().sum(), (q, k, v))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["alibi", "relative", "in place", "softcap, bias", "causal"])
 def test_distances_and_ranges_take_no_memory_of_scores(name):
     length = 3000
