@@ -185,7 +185,7 @@ def test_gradients_of_grouped_heads_and_of_one_batch_item_of_keys():
 
 @pytest.mark.parametrize("name", ["alibi", "relative", "in place", "softcap, bias", "causal"])
 def test_distances_and_ranges_take_no_memory_of_scores(name):
-    length = 3000
+    length = 4000
     table = torch.randn(1, 2 * length + LEN_K)
     mod = mods(torch.rand(1), table[:, length - LEN_K :], None, None)[name]
     mask = create_block_mask(and_masks(causal, lambda b, h, i, j: i - j < 300), 1, 1, length, length, "cpu")
