@@ -282,22 +282,21 @@ class KVCache:
         Parameters
         ----------
         indices : array_like of int, (..., n)
-            Numbers of held tokens, in ascending order; broadcasts to (batch, heads_kv, n). Heads may keep
-            different tokens, but as many of them. -1 after the others stands for none, in sequences that keep
-            fewer than n.
+            Indices of held tokens, ascending; broadcasts to (batch, heads_kv, n). Heads may keep different
+            tokens, but equal numbers of them. Fill with -1 at the end where a sequence keeps fewer than n.
 
         Raises
         ------
         TypeError, ValueError
-            If an index is missing in its sequence, or the indices do not fit or ascend; nothing was changed.
+            If a token is not held, or the indices do not fit or ascend; nothing was changed.
 
         Notes
         -----
-        Keys and values stay as they were, so keys keep the rotary positions that they were turned by. The
-        next token has the position `offset`, which counts dropped tokens; layers turn it by that. For masks
-        the kept tokens are neighbours: later tokens attend all of them under ``causal``, while windows and
-        ALiBi count held tokens. ``stats=("key_sums",)`` of `fastattn.attention` says what a key has
-        contributed (H2O, Zhang et al. 2023, arXiv:2306.14048).
+        Keys keep their rotary positions. The next token has the position `offset`, which counts dropped
+        tokens; layers rotate by it. Masks count held tokens: with ``causal``, later tokens attend all of
+        them; windows and ALiBi distances skip dropped tokens. O(batch * heads_kv * capacity) memory for a
+        copy. ``stats=("key_sums",)`` of `fastattn.attention` gives the attention that each key received, as
+        in H2O (Zhang et al. 2023, arXiv:2306.14048).
         """
         if not self._held:
             raise ValueError("(): the cache is empty; expected one that has been filled")

@@ -53,10 +53,10 @@ def flex_attention(
     query, key, value : Tensor, (batch, heads, length, head_dim)
         In one dtype: float32, float64, float16 or bfloat16.
     score_mod : callable, optional
-        ``f(score, b, h, q_idx, kv_idx)``. It may multiply, divide and add to the score, by any tensors of b,
-        h, q_idx and kv_idx, choose with ``torch.where``, and take tanh once, before anything is added.
+        ``f(score, b, h, q_idx, kv_idx)``. It may add tensors to the score, multiply it by numbers or tensors
+        of b, h and q_idx, use ``torch.where`` and ``masked_fill``, and take tanh before anything is added.
     block_mask : BlockMask, optional
-        From torch's ``create_block_mask``. Its ranges of keys are made once per BlockMask.
+        From torch's ``create_block_mask``. Converted once per BlockMask.
     scale : float, optional
         Default ``head_dim ** -0.5``.
     enable_gqa : bool, default False
@@ -79,14 +79,15 @@ def flex_attention(
     TypeError, ValueError
         If an argument does not fit.
     NotImplementedError
-        If `score_mod` does what has no kernel; the error names it.
+        If `score_mod` calls anything else on a score; the error names it.
 
     Notes
     -----
     A mask takes O(len_q) memory if each query attends one range of keys, otherwise 16 bytes per range or a
-    byte per score, what is less. Its function is evaluated in partial blocks alone. What `score_mod` adds
-    takes memory for the axes that it depends on: len_q + len_k numbers per head if it depends on ``q_idx -
-    kv_idx`` alone, as ALiBi and relative positions, otherwise up to len_q * len_k. Its tensors get gradients.
+    byte per score, whichever is less. `mask_mod` is evaluated in partial blocks only. Terms that `score_mod`
+    adds take memory for the axes that they depend on: len_q + len_k numbers per head if they depend on
+    ``q_idx - kv_idx``, as ALiBi and relative positions, otherwise up to len_q * len_k. Tensors that they are
+    made of get gradients.
 
     Source: J. Dong et al., "Flex Attention", 2024, arXiv:2412.05496.
     """
