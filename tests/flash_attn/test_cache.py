@@ -167,6 +167,7 @@ NAMES |= {"w": fa.flash_attn_with_kvcache, "np": np, "t": np.ones((64, 8), np.fl
 NAMES |= {"pk": NAMES["kc"].reshape(8, 16, 2, 16), "pv": NAMES["vc"].reshape(8, 16, 2, 16)}
 READ_ONLY = NAMES["kc"].copy()
 READ_ONLY.flags.writeable = False
+NAMES["k20"] = NAMES["k"].repeat(20, 1)
 NAMES |= {"fixed": READ_ONLY, "one": np.broadcast_to(NAMES["kc"][:1], NAMES["kc"].shape).copy()}
 NAMES["one"] = np.lib.stride_tricks.as_strided(NAMES["one"], strides=(0, *NAMES["one"].strides[1:]))
 
@@ -228,6 +229,10 @@ w(q, pk, pv, k, v, block_table=[[0, 9], [1, 2]], cache_seqlens=16)
     -> ValueError: block_table.* 9; expected 0 to 7
 w(q, pk, pv, k, v, block_table=[[0, 3], [1, 3]], cache_seqlens=16)
     -> ValueError: block_table has row 0 of page 3 for two
+w(q, pk, pv, k20, k20, None, None, 2, block_table=[[-1, 0], [1, 2]], window_size=(3, 0))
+    -> ValueError: block_table has -1; expected 0 to 7, the pages of k_cache
+w(q, pk, pv, k20, k20, None, None, 2, block_table=[[8, 0], [1, 2]], window_size=(3, 0))
+    -> ValueError: block_table has 8
 w(q, pk, pv, k, v, block_table=[[0], [1]], cache_seqlens=16)
     -> ValueError: cache_seqlens has 16 and k 1 new keys
 w(q, kc, vc, window_size=(-2, 0)) -> ValueError: window_size\[0\] is -2
