@@ -109,7 +109,8 @@ def cached(
 
 def _require_writable(name: str, cache: Array, read: Array) -> None:
     """Raise unless the kernel reads `cache` itself, and writing a row of it writes no other."""
-    own = 0 not in cache.strides or all(n == 1 or s for n, s in zip(cache.shape, cache.strides, strict=True))
+    own = 0 not in cache.strides or all(n < 2 or s for n, s in zip(cache.shape, cache.strides, strict=True))
+    own = own or not cache.size
     if own and cache is read and cache.flags.num & WRITEABLE:
         return
     why = "it is read-only, not contiguous along head_dim, or overlaps itself"

@@ -162,6 +162,20 @@ def test_values_of_another_head_dim_and_any_strides():
     np.testing.assert_array_equal(v_cache[[0, 1], [5, 7]], v[:, 0])
 
 
+def test_nothing_is_something_to_write():
+    """No sequence, no query, no new key."""
+    q, k_cache, v_cache, k, v = cache_of()
+    out = fa.flash_attn_with_kvcache(
+        q[:0], k_cache[:0], v_cache[:0], k[:0], v[:0], cache_seqlens=np.zeros(0, int)
+    )
+    assert out.shape == (0, 1, 4, 16)
+    out = fa.flash_attn_with_kvcache(q[:, :0], k_cache, v_cache, k, v, cache_seqlens=[1, 2], causal=True)
+    assert out.shape == (2, 0, 4, 16)
+    np.testing.assert_array_equal(k_cache[[0, 1], [1, 2]], k[:, 0])
+    out = fa.flash_attn_with_kvcache(q, k_cache[:, :0], v_cache[:, :0], k[:, :0], v[:, :0], cache_seqlens=0)
+    assert not out.any()
+
+
 NAMES = dict(zip(["q", "kc", "vc", "k", "v"], cache_of(), strict=True))
 NAMES |= {"w": fa.flash_attn_with_kvcache, "np": np, "t": np.ones((64, 8), np.float32)}
 NAMES |= {"pk": NAMES["kc"].reshape(8, 16, 2, 16), "pv": NAMES["vc"].reshape(8, 16, 2, 16)}
