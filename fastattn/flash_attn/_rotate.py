@@ -51,15 +51,9 @@ def turned(name: str, x: Array, rows: Tables, interleaved: bool) -> Array:
 
 
 def rotate_by_offsets(
-    x: Any,
-    cos: Any,
-    sin: Any,
-    offsets: Any,
-    cu_seqlens: Any,
-    interleaved: Any,
-    inplace: bool,
+    x: Any, cos: Any, sin: Any, offsets: Any, cu_seqlens: Any, interleaved: Any, inplace: bool,
     conjugate: bool,
-) -> Array:
+) -> Array:  # fmt: skip
     """The result of `apply_rotary_emb` for arrays, or its gradient, the conjugate."""
     x = float_array("x", x)
     expected = "(batch, length, heads, head_dim)" if cu_seqlens is None else "(tokens, heads, head_dim)"

@@ -35,29 +35,16 @@ def index_put_first_axis(values: Any, indices: Any, first_axis_dim: int) -> Any:
 
 @named("unpad_input")
 def unpad_input(hidden_states: Any, attention_mask: Any, unused_mask: Any = None) -> tuple[Any, ...]:
-    """Leave padding out of hidden_states (batch, length, ...).
+    """Leave padding out of hidden_states (batch, length, ...), by masks (batch, length) of 0 and 1.
 
-    `attention_mask` and `unused_mask`, (batch, length), are 1 for tokens, and for padding to keep.
-
-    Returns
-    -------
-    hidden_states : array or tensor, (tokens, ...)
-        The tokens of all sequences.
-    indices : array or tensor of int, (tokens,)
-        Their numbers in the padded batch, for `pad_input`.
-    cu_seqlens : array or tensor of int32, (batch + 1,)
-        Sequence i has the tokens ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` (exclusive).
-    max_seqlen : int
-        Tokens of the longest sequence.
-    seqused : array or tensor of int32, (batch,)
-        Tokens of each sequence by `attention_mask` alone.
+    Returns the tokens that one of the masks has, (tokens, ...), their numbers in the padded batch, cu_seqlens
+    (batch + 1,), the largest length, and how many tokens of each sequence attention_mask has.
     """
-    x, mask, unused = same_kind(
-        hidden_states, hidden_states=hidden_states, attention_mask=attention_mask, unused_mask=unused_mask
-    )
-    for name, given in (("attention_mask", mask), ("unused_mask", unused)):
-        if given is not None and tuple(given.shape) != tuple(x.shape[:2]):
-            raise_shape(name, given.shape, f"{tuple(x.shape[:2])}, as hidden_states has")
+    given = {"hidden_states": hidden_states, "attention_mask": attention_mask, "unused_mask": unused_mask}
+    x, mask, unused = same_kind(hidden_states, **given)
+    for name, m in (("attention_mask", mask), ("unused_mask", unused)):
+        if m is not None and m.shape != x.shape[:2]:
+            raise_shape(name, m.shape, f"{tuple(x.shape[:2])}, as hidden_states has")
     module: Any = sys.modules["torch"] if is_tensor(x) else np
     kept = mask if unused is None else mask + unused
     lengths, used = (m.sum(-1, dtype=module.int32) for m in (kept, mask))

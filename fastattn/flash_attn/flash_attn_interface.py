@@ -37,44 +37,18 @@ def flash_attn_func(
     softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """Attention to arrays, or to CPU tensors, with gradients.
+    """Attention to arrays, or to CPU tensors, with gradients: flash-attn's, argument by argument.
 
-    Parameters
-    ----------
-    q : array or tensor, (batch, len_q, heads_q, head_dim)
-        All arguments are arrays, or all are tensors.
-    k, v : array or tensor, (batch, len_k, heads_kv, head_dim)
-        ``heads_q`` is a multiple of ``heads_kv``; v may have another head_dim.
-    dropout_p : float, default 0.0
-        The share of probabilities that become 0, by a seed from torch's generator, or of ``np.random``.
-    softmax_scale : float, optional
-        Default ``1 / sqrt(head_dim)``.
-    causal : bool, default False
-        Let each query attend the keys up to its position. The last query is at the last key.
-    window_size : (int, int), default (-1, -1)
-        Keys from ``position - left`` to ``position + right``; -1 is unbounded.
-    softcap : float, default 0.0
-        Scores become ``softcap * tanh(scores / softcap)``; 0 is none.
-    alibi_slopes : array or tensor, (heads_q,) or (batch, heads_q), optional
-        Adds ``-slope * abs(i + len_k - len_q - j)``.
-    deterministic : bool, default False
-        Ignored: the bits are always the same.
-    return_attn_probs : bool, default False
-        Return ``(out, lse, None)``, lse (batch, heads_q, len_q) in float32, or float64 for float64.
-
-    Returns
-    -------
-    array or tensor, (batch, len_q, heads_q, head_dim)
-        In q's dtype. A query without keys gets 0.
+    q is (batch, len_q, heads_q, head_dim), k and v (batch, len_k, heads_kv, head_dim); all are arrays, or all
+    are tensors. The last query is at the last key; in `window_size`, -1 is unbounded. `dropout_p` draws a
+    seed from torch's generator, or ``np.random``. Returns (batch, len_q, heads_q, head_dim) in q's dtype,
+    with `return_attn_probs` ``(out, lse, None)``, lse (batch, heads_q, len_q). A query without keys gets 0,
+    and lse -inf. docs/flash-attn.md has every argument.
 
     Raises
     ------
     TypeError, ValueError
         If an argument does not fit, before anything is computed.
-
-    Notes
-    -----
-    docs/flash-attn.md has each argument beside flash-attn's.
 
     Examples
     --------
@@ -172,36 +146,13 @@ def flash_attn_with_kvcache(
 ) -> Any:  # fmt: skip
     """Attention to a cache, into which new keys and values are written in place before; no gradients.
 
-    Parameters
-    ----------
-    q : array or tensor, (batch, len_q, heads_q, head_dim)
-        Queries; the last is at the last key.
-    k_cache, v_cache : ndarray or tensor, (batch_cache, len_cache, heads_kv, head_dim)
-        The cache; with `block_table` its pages, as in `flash_attn_varlen_func`.
-    k, v : array or tensor, (batch, len_new, heads_kv, head_dim), optional
-        New keys and values, written from row ``cache_seqlens`` on.
-    rotary_cos, rotary_sin : array or tensor, (positions, rotary_dim / 2), optional
-        Only with k and v: new key i is turned by row ``cache_seqlens + i``, and so is query i, but by row
-        ``cache_seqlens`` where neither `causal` nor a window is given.
-    cache_seqlens : int, or array or tensor of int, (batch,), optional
-        Rows of the cache that are filled, with the padding on their left. Default all.
-    cache_batch_idx : array or tensor of int, (batch,), optional
-        Number of each sequence in the cache.
-    cache_leftpad : array or tensor of int, (batch,), optional
-        First row of each sequence that counts. Default 0.
-    rotary_interleaved : bool, default True
-        Turn dimensions 2i and 2i + 1 together; False: i and ``i + rotary_dim / 2``.
-    num_splits : int, default 0
-        Ignored: splits of the keys never change the bits.
-    return_softmax_lse : bool, default False
-        Return ``(out, lse)``.
-    block_table, softmax_scale, causal, window_size, softcap, alibi_slopes
-        As in `flash_attn_varlen_func`.
-
-    Returns
-    -------
-    array or tensor, (batch, len_q, heads_q, head_dim)
-        In q's dtype.
+    q is (batch, len_q, heads_q, head_dim). k_cache and v_cache are (batch_cache, len_cache, heads_kv,
+    head_dim), or pages, as in `flash_attn_varlen_func`. k and v, (batch, len_new, heads_kv, head_dim), are
+    written from row `cache_seqlens` on: an integer, or (batch,), padding on the left included.
+    `cache_leftpad` is the first row of each sequence that counts, `cache_batch_idx` its number in the cache.
+    New key i is turned by row ``cache_seqlens + i`` of `rotary_cos` and `rotary_sin`, (positions, rotary_dim / 2), and so
+    is query i, but by row ``cache_seqlens`` with neither `causal` nor a window. `num_splits` is ignored: the
+    bits are always the same. Returns out, or ``(out, lse)``. docs/flash-attn.md has every argument.
 
     Raises
     ------

@@ -24,26 +24,10 @@ def apply_rotary_emb(
 ) -> Any:  # fmt: skip
     """Turn pairs of the first dimensions of queries or keys by their positions.
 
-    Parameters
-    ----------
-    x : array or tensor, (batch, length, heads, head_dim)
-        With `cu_seqlens`, (sequences + 1,), x is (tokens, heads, head_dim): sequence i has the tokens
-        ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` (exclusive).
-    cos, sin : array or tensor, (positions, rotary_dim / 2)
-        Tables, without gradients.
-    interleaved : bool, default False
-        Turn dimensions 2i and 2i + 1 together; False: i and ``i + rotary_dim / 2``.
-    inplace : bool, default False
-        Write the result to `x`.
-    seqlen_offsets : int, or array or tensor of int, (batch,), default 0
-        Position of the first token, or of each sequence's.
-    cu_seqlens, max_seqlen : optional
-        See `x`; `max_seqlen` is ignored.
-
-    Returns
-    -------
-    array or tensor
-        In x's shape and dtype.
+    x is (batch, length, heads, head_dim), or with `cu_seqlens` (tokens, heads, head_dim); cos and sin are
+    (positions, rotary_dim / 2), without gradients. Dimensions 2i and 2i + 1 turn together if `interleaved`,
+    else i and ``i + rotary_dim / 2``. `seqlen_offsets` is the position of the first token, or of each
+    sequence's; `max_seqlen` is ignored. With `inplace`, x itself is turned and returned.
     """
     tables = {"cos": cos, "sin": sin, "cu_seqlens": cu_seqlens}
     x, cos, sin, cu_seqlens = same_kind(x, x=x, **tables)
@@ -63,17 +47,12 @@ def apply_rotary_emb_qkv_(
 ) -> Any:  # fmt: skip
     """`apply_rotary_emb` in place to the queries and keys of qkv, which is returned.
 
-    qkv is (batch, length, 3, heads, head_dim), or with `num_heads_q` (batch, length, num_heads_q + 2 *
-    num_heads_k, head_dim). Keys are turned by `cos_k` and `sin_k` where given.
+    qkv is (batch, length, 3, heads, head_dim), or (batch, length, num_heads_q + 2 * num_heads_k, head_dim).
     """
     (qkv,) = same_kind(qkv, qkv=qkv)
     if qkv.ndim == 5 and qkv.shape[2] == 3:
         q, k = qkv[:, :, 0], qkv[:, :, 1]
-    elif (
-        qkv.ndim == 4
-        and num_heads_q is not None
-        and 0 <= (rest := qkv.shape[2] - num_heads_q) == rest // 2 * 2
-    ):
+    elif qkv.ndim == 4 and num_heads_q and (rest := qkv.shape[2] - num_heads_q) >= 0 and not rest % 2:
         q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + rest // 2]
     else:
         expected = "(batch, length, 3, heads, head_dim), or with num_heads_q (batch, length, heads, head_dim)"
@@ -99,18 +78,8 @@ def apply_rotary_emb_kv_(
 class RotaryEmbedding:
     """`apply_rotary_emb` in place, with tables that grow; it has no parameters and is no module of torch.
 
-    Parameters
-    ----------
-    dim : int
-        Dimensions that are turned.
-    base : float, default 10000.0
-        Pair i turns by ``base ** (-2 * i / dim)`` a position.
-    interleaved : bool, default False
-        As in `apply_rotary_emb`.
-    scale_base : float, optional
-        Scale queries and keys by their positions, as XPos (Sun et al., 2022, arXiv:2212.10554).
-    device : optional
-        Ignored.
+    Pair i of the first `dim` dimensions turns by ``base ** (-2 * i / dim)`` a position. With `scale_base`,
+    queries and keys are scaled by their positions, as by XPos (Sun et al., 2022, arXiv:2212.10554).
     """
 
     def __init__(
@@ -124,11 +93,9 @@ class RotaryEmbedding:
         self, qkv: Any, kv: Any = None, seqlen_offset: Any = 0, max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Any:  # fmt: skip
-        """Turn queries and keys in place.
+        """Turn the queries and keys of qkv, or with kv of both, and return what was given.
 
-        `qkv` is as in `apply_rotary_emb_qkv_`, and is returned. With `kv` (batch, length, 2, heads,
-        head_dim), it is queries alone, and both are returned. `seqlen_offset` is the position of the first
-        token, or of each sequence's; `max_seqlen` is the number of positions, if known.
+        `max_seqlen` is the number of positions, if known.
         """
         if max_seqlen is None:
             is_number = isinstance(seqlen_offset, int)
