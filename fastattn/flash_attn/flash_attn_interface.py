@@ -147,12 +147,13 @@ def flash_attn_with_kvcache(
     """Attention to a cache, into which new keys and values are written in place before; no gradients.
 
     q is (batch, len_q, heads_q, head_dim). k_cache and v_cache are (batch_cache, len_cache, heads_kv,
-    head_dim), or pages, as in `flash_attn_varlen_func`. k and v, (batch, len_new, heads_kv, head_dim), are
-    written from row `cache_seqlens` on: an integer, or (batch,), padding on the left included.
-    `cache_leftpad` is the first row of each sequence that counts, `cache_batch_idx` its number in the cache.
-    New key i is turned by row ``cache_seqlens + i`` of `rotary_cos` and `rotary_sin`, (positions, rotary_dim / 2), and so
-    is query i, but by row ``cache_seqlens`` with neither `causal` nor a window. `num_splits` is ignored: the
-    bits are always the same. Returns out, or ``(out, lse)``. docs/flash-attn.md has every argument.
+    head_dim), or pages, as in `flash_attn_varlen_func`. k and v, (batch, len_new, heads_kv, head_dim),
+    are written from row `cache_seqlens` on: an integer, or (batch,), padding on the left included.
+    `cache_leftpad` is the first row of each sequence that counts, `cache_batch_idx` its number in the
+    cache. New key i is turned by row ``cache_seqlens + i`` of `rotary_cos` and `rotary_sin`, (positions,
+    rotary_dim / 2), and so is query i, but by row ``cache_seqlens`` with neither `causal` nor a window.
+    `num_splits` is ignored: the bits are always the same. Returns out, or ``(out, lse)``.
+    docs/flash-attn.md has every argument.
 
     Raises
     ------
