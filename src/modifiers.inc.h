@@ -7,7 +7,7 @@
  * Exports   modifiers, modifiers_of, score_tile; row_lanes, cut_row_lanes, begin_row_lanes; modify_tile, mark_attending,
  *           mark_rows (queries on the lanes, for tile kernels); modify_rows, row_attends (keys on the lanes, for the
  *           few-row kernel). HAS_SLOPES, sloped_score, v_slopes, behind_slopes; N_HEAD_SUMS, head_sum, has_head_sums,
- *           add_head_sums; wants_distances, v_head_sums, row_head_sums, add_slope_sum. */
+ *           add_head_sums; wants_distances, v_head_sums, has_row_sums, row_head_sums, add_slope_sum. */
 #pragma once
 #include "masks.inc.h"
 #include "softmax.inc.h"
@@ -30,7 +30,7 @@ INLINE int only_scales(const fa_modifiers *mods)
 /* Whether scores depend on distances. */
 #define HAS_DISTANCES(mods) ((mods).alibi)
 
-/* What follows v_slopes. */
+/* What follows v_slopes: none of what HAS_SLOPES. */
 INLINE modifiers behind_slopes(const modifiers *mods)
 {
     modifiers later = *mods;
@@ -48,7 +48,7 @@ INLINE int same_modifiers(const modifiers *x, const modifiers *y)
  * applies q_factor to the product in any case. */
 static modifiers modifiers_of(const fa_attention_args *a, int bf16)
 {
-    const double exact = HAS_SLOPES(a->mods) ? a->mods.scale / a->mods.softcap : a->mods.scale;
+    const double exact = a->mods.softcap != 0 ? a->mods.scale / a->mods.softcap : a->mods.scale;
     const lane factor = (lane)fmax(-LANE_MAX, fmin(LANE_MAX, exact)); /* no Inf: that times 0 is NaN */
     const int fold = bf16 || (-1 <= factor && factor <= 1);
     return (modifiers){
@@ -94,7 +94,8 @@ INLINE int modifies(const modifiers *mods, block_kind kind)
 }
 
 /* One vector of scores: `add` is of the additive tile, distance = |position of query - key|, `inside` the lanes within
- * their rows' ranges. A finite bias never masks: a sum that overflows to -inf is clamped, unless the score was -inf before. */
+ * their rows' ranges. A finite bias never masks: a sum that overflows to -inf is clamped, unless the score was -inf before.
+ * With a softcap, q_factor or s_factor has divided by it: v_softcap(x, cap) is cap tanh(x). */
 INLINE v_t v_modify(const modifiers *mods, block_kind kind, v_t s, v_t add, v_t slope, v_t distance, vi_t inside)
 {
     const v_t hidden = v_splat(-INFINITY);
@@ -157,8 +158,18 @@ INLINE void v_head_sums(const fa_modifier_gradients *to, v_t ds, v_t distance, c
     if (to->dsoftcap.data) sums[BY_CAP] += v_select(ds == 0, ds, ds * v_load(by_own));
 }
 
-/* The same of one key, where that of by_own is summed apart: add_slope_sum. */
-INLINE void row_head_sums(double ds, double distance, double *sums) { sums[BY_ALIBI] -= ds * distance; }
+/* The same of one key, and whether there are such sums: all but those of by_own, which add_slope_sum adds. */
+INLINE void row_head_sums(double ds, int64_t position, int64_t key, double *sums)
+{
+    sums[BY_ALIBI] -= ds * fabs((double)(position - key));
+}
+
+INLINE int has_row_sums(const fa_modifier_gradients *to)
+{
+    int some = 0;
+    for (int i = 0; i < N_HEAD_SUMS; i++) some = some || (i != BY_CAP && head_sum(to, i)->data);
+    return some;
+}
 
 INLINE void add_slope_sum(const fa_modifier_gradients *to, int64_t b, int64_t h, double sum)
 {

@@ -63,9 +63,8 @@ static void add_score_gradients(const fa_rowwise_backward_args *call, const row_
                                 int64_t n, const lane *ds, double *later)
 {
     const fa_attention_args *a = &call->forward.attention;
-    const int distances = wants_distances(&call->dmods);
-    if (!call->dbias.data && !call->dbias_diagonals.data && !distances) return;
-    const int64_t position = distances ? load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) : 0;
+    if (!call->dbias.data && !call->dbias_diagonals.data && !has_row_sums(&call->dmods)) return;
+    const int64_t position = wants_distances(&call->dmods) ? load_int(at(&a->mods.q_position, rows->b, 0, 0, 0)) : 0;
     EACH_ROW(rows, r, id) {
         double sums[N_HEAD_SUMS] = {0};
         for (int64_t j = 0; j < n; j++) {
@@ -74,7 +73,7 @@ static void add_score_gradients(const fa_rowwise_backward_args *call, const row_
             if (call->dbias.data) *(lane *)at(&call->dbias, rows->b, id.head, id.query, key[j]) += g;
             if (call->dbias_diagonals.data)
                 *(lane *)at(&call->dbias_diagonals, rows->b, id.head, key[j] - id.query + a->len_q - 1, 0) += g;
-            row_head_sums((double)g, fabs((double)(position + id.query - key[j])), sums);
+            row_head_sums((double)g, position + id.query, key[j], sums);
         }
         for (int i = 0; later && i < N_HEAD_SUMS; i++) later[id.head * N_HEAD_SUMS + i] += sums[i];
         if (!later) add_head_sums(&call->dmods, rows->b, id.head, sums);

@@ -14,7 +14,7 @@
  *
  * Exports   rowwise_plan, rowwise_run; row_scratch, cut_row_scratch, rowwise_begin, find_support. */
 #pragma once
-#include "additive.inc.h"
+#include "additive_scores.inc.h"
 #include "talking.inc.h"
 
 /* Here tile.s holds probabilities of a block, tile.v their values. */

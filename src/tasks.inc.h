@@ -1,4 +1,4 @@
-/* A call of attention: how it is cut into tasks, and the tasks. What fa_plan promises in fastattn.h is kept here.
+/* A call of attention: how it is cut into tasks, and the tasks, as interface/attention.h says of fa_plan.
  *
  * Exports   attention_plan, attention_run, attention_splits, attention_run_split, attention_merge. */
 #pragma once

@@ -2,6 +2,7 @@
 #include "interface/attention.h"
 #include "kernels.h"
 
+#include "tasks.inc.h"
 #include "disentangled.inc.h"
 
 FAMILY(attention) = {

@@ -135,7 +135,7 @@ cdef _Tables _set_args(fa_attention_args *a, args, bint filled):
     cdef _Tables tables = _Tables(args.batch_shape, ATTENTION_ARRAYS, filled)
     memset(a, 0, sizeof(fa_attention_args))
     a.batch = tables.batch
-    _fill_attention(a, args, tables)
+    _fill_attention(a, args, tables)  # of fills.pxi, which src/declarations.py writes before a build
     _set_keys(a, args, tables)
     if (a.v.dtype != a.k.dtype or a.out.dtype != a.q.dtype or (args.k_scale is None) != (args.v_scale is None)
             or (a.k.dtype != FA_I8 and (a.q.dtype == FA_F64) != (a.k.dtype == FA_F64))):
