@@ -74,7 +74,7 @@ def embed(options: argparse.Namespace) -> None:
     vectors = _with_bar(model._vectors(iter(texts), call), total=total)
     if output is not None:
         with naming(output), replaced(output) as new:
-            _write_npy(new, vectors, call.packed(np.empty((0, call.features), lane_dtype(model.dtype))))
+            _write_npy(new, vectors, call.finished(np.empty((0, call.features), lane_dtype(model.dtype))))
         return
     for block in vectors:  # each number has as many digits as tell it from its neighbours
         for vector in block:

@@ -87,8 +87,8 @@ class Program:
         """Whether a tape can record every step."""
         return all(step.has_gradients for step in self.steps)
 
-    def on(self, tape: Tape, x: Any, call: Sequences, checkpoint: bool = False) -> Any:
-        """The value of OUT; a `Tape` runs step by step, each with an array of its own for its result.
+    def run_on(self, tape: Tape, x: Any, call: Sequences, checkpoint: bool = False) -> Any:
+        """`run` on PLAIN; a tape records step by step, each with an array of its own for its result.
 
         With `checkpoint`, only the input of each block is kept, and the block runs again for its gradients.
         """

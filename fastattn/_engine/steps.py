@@ -70,7 +70,10 @@ def _of_rows(bound: Ints | None, rows: slice) -> Ints | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One kernel: it reads buffer `x` and writes buffer `out`."""
+    """One kernel: it reads buffer `x` and writes buffer `out`.
+
+    `run` is for NumPy and tapes; plain compiled calls take the class of `op` in ``core/*.pxi``.
+    """
 
     op: ClassVar[str | None]  # its name in ``core/attend_step.pxi``'s _STEPS; None: it runs in Python only
     along: ClassVar[bool] = False  # rows read others of their sequence

@@ -35,7 +35,7 @@ from fastattn._engine.values import Part, Value
 if TYPE_CHECKING:
     Views = Callable[[Array], Sequence[Array]]
     # One attention of an operation: its arguments, and the values of its queries, keys and values.
-    Call = tuple[AttentionArgs, Any, Any, Any]
+    TapedAttention = tuple[AttentionArgs, Any, Any, Any]
 
 # Weights that are stored as numbers that can change a little; the others are frozen.
 TRAINED = ("float32", "float64", "bfloat16")
@@ -369,7 +369,7 @@ class Tape(Recorder):
 
     def attend(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[TapedAttention],
         out: Array,
         by_head: Views,
         sinks: Array | None = None,

@@ -294,7 +294,7 @@ def _added(x: str, linear: Projection, norm: Norm | None, residual: str, out: st
     ]
 
 
-def model_program(
+def program_of_blocks(
     blocks: Sequence[Block],
     first: Norm | None = None,
     last: Norm | None = None,
@@ -304,7 +304,7 @@ def model_program(
     rounds: bool = False,
     shares_cache: bool = True,
 ) -> tuple[Program, tuple[Window, ...]]:
-    """A model's blocks one after another, between the norms `first` and `last`; and their windows.
+    """The blocks of a model, stack or layer, between the norms `first` and `last`; and their windows.
 
     The map `widened` follows the first norm. A call gives the ranges of each window, in this order. The
     program may overwrite its input, unless it `keeps_input`. Steps `before` all others write to `INPUTS`. See

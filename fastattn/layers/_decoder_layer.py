@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastattn._args.types import Bools
     from fastattn._engine.tape import Tape
     from fastattn.layers._block import Block
-    from fastattn.layers._transformer import Call
+    from fastattn.layers._transformer import LayerCall
 
 _TGT = ("tgt", "tgt_mask", "tgt_key_padding_mask")
 _MEMORY = ("tgt", "memory_mask", "memory_key_padding_mask")
@@ -118,7 +118,7 @@ class TransformerDecoderLayer(TransformerLayer):
         return [*super()._blocks(own, keys_from, rotation), self._block("multihead_attn", False)]
 
     def _given(
-        self, call: Call, cache: DecoderCache | None, position: Any, counted: Bools | None
+        self, call: LayerCall, cache: DecoderCache | None, position: Any, counted: Bools | None
     ) -> list[dict[str, Any]]:
         sizes, (_, (names, mask, padding, is_causal)), _, memory = call
         keys = None

@@ -19,7 +19,7 @@ from fastattn.layers import _computation, _state
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._attention_parameters import HEAD_OPTIONS
 from fastattn.layers._basic import ACTIVATIONS, FeedForward, LayerNorm, NormLayer, RMSNorm
-from fastattn.layers._block import Block, Norm, Projection, model_program, visible
+from fastattn.layers._block import Block, Norm, Projection, program_of_blocks, visible
 from fastattn.layers._cache import KVCache, restored_on_error, slots_of
 from fastattn.layers._computation import Made
 from fastattn.layers._scores import padding_alone
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Kept = tuple[Any, "Prepared | None"]
     # A call of an encoder or a decoder: batch and length; masks of the attention to itself, and of that over
     # the memory; lengths; and with a cache, the memory as the caller gave it.
-    Call = tuple[tuple[int, int], Sequence[Masks], Any, Any]
+    LayerCall = tuple[tuple[int, int], Sequence[Masks], Any, Any]
 
 _NEVER: Kept = ((), None)
 _MOST_ROTATIONS = 4  # of a program: MAX_ROTATIONS in core/program.pxi
@@ -178,14 +178,16 @@ class TransformerLayer(Layer):
     def _one_each(self, cache: Any) -> Sequence[Any]:
         return (cache,)
 
-    def _forward(self, tape: Tape, x: Any, memory: Any = None, *, call: Call, cache: Any = None) -> Any:
+    def _forward(self, tape: Tape, x: Any, memory: Any = None, *, call: LayerCall, cache: Any = None) -> Any:
         """The result of a layer or a stack, of rows x and over the rows `memory`, in rows."""
         if cache is None:
             return _run(self, tape, x, memory, call)
         with restored_on_error(caches := self._one_each(cache)):
             return _run(self, tape, x, memory, call, caches)
 
-    def _given(self, call: Call, cache: Any, position: Any, counted: Bools | None) -> list[dict[str, Any]]:
+    def _given(
+        self, call: LayerCall, cache: Any, position: Any, counted: Bools | None
+    ) -> list[dict[str, Any]]:
         """What each attention of a call is given: see `LayerStep`."""
         sizes, (masks, *_), lengths, _ = call
         return [{"sizes": sizes, "masks": masks, "cache": cache, "lengths": lengths, "counted": counted}]
@@ -259,7 +261,9 @@ class TransformerEncoderLayer(TransformerLayer):
         return [whole], {"src": array}, run, array.shape, whole is not self
 
 
-def _run(whole: Any, tape: Tape, x: Any, memory: Any, call: Call, caches: Sequence[Any] | None = None) -> Any:
+def _run(
+    whole: Any, tape: Tape, x: Any, memory: Any, call: LayerCall, caches: Sequence[Any] | None = None
+) -> Any:
     """As `_forward`; `caches` are of each layer, or None where it has none.
 
     `whole` keeps its programs, which are made anew after a change. Rows are 0 that a key_padding_mask hides,
@@ -288,8 +292,8 @@ def _run(whole: Any, tape: Tape, x: Any, memory: Any, call: Call, caches: Sequen
         sequences = sequences._replace(attentions=given, memory=memory)
     assert found is not None
     if counted is None:
-        return found.program.on(tape, x, sequences, tape.by_block)
-    return tape.spread(found.program.on(tape, tape.rows(x, counted), sequences, tape.by_block), counted)
+        return found.program.run_on(tape, x, sequences, tape.by_block)
+    return tape.spread(found.program.run_on(tape, tape.rows(x, counted), sequences, tape.by_block), counted)
 
 
 def _borrowed(whole: Any) -> Mapping[int, int]:
@@ -298,7 +302,7 @@ def _borrowed(whole: Any) -> Mapping[int, int]:
 
 
 def _given(
-    whole: Any, call: Call, caches: Sequence[Any] | None, counted: Bools | None
+    whole: Any, call: LayerCall, caches: Sequence[Any] | None, counted: Bools | None
 ) -> list[dict[str, Any]]:
     """What each attention of a call is given: see `LayerStep`."""
     found, borrowed = [], _borrowed(whole)
@@ -310,7 +314,7 @@ def _given(
 
 
 def _sequences(
-    found: Prepared, call: Call, caches: Sequence[KVCache], padding: Bools | None, dtype: np.dtype[Any]
+    found: Prepared, call: LayerCall, caches: Sequence[KVCache], padding: Bools | None, dtype: np.dtype[Any]
 ) -> Sequences | None:
     """What the program is told of a call's rows; None where attention has to run in Python."""
     (batch, length), each, lengths, _ = call
@@ -371,7 +375,7 @@ def _program(whole: Any, own: bool) -> Prepared | None:
             source = None if i not in borrowed else borrowed[i] * len(blocks) // i
             blocks += layer._blocks(own, source, rotations[i])
         last = norm._of_block() if isinstance(norm, NormLayer) else None  # a layer's is a kind's name
-        program, windows = model_program(blocks, last=last, keeps_input=True, shares_cache=False)
+        program, windows = program_of_blocks(blocks, last=last, keeps_input=True, shares_cache=False)
         keys = [each for each in blocks if each.layer is None and each.keys_from is None]
         sizes = [(each.heads_kv, each.head_dim) for each in keys]
         made = Prepared(program, windows, ropes, all(each._movable for each in heads), sizes)

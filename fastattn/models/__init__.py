@@ -16,9 +16,9 @@ from fastattn.models._save import save
 from fastattn.models._scores import Score
 from fastattn.models._search import Nearest, nearest
 from fastattn.models._session import Session
+from fastattn.models._similarity import quantize_embeddings
 from fastattn.models._sparse import SparseEncoder
 from fastattn.models._towers import TwoTowers
-from fastattn.models._vectors import quantize_embeddings
 
 __all__ = [
     "MODEL_TYPES",

@@ -15,7 +15,7 @@ from fastattn._args.types import Array, ArrayLike, Ints, Unpack, lane_dtype
 from fastattn._args.values import flag, integer, short
 from fastattn.models import _model
 from fastattn.models._chat import ChatTemplate
-from fastattn.models._encode_calls import Call, TextOptions, calls, watched
+from fastattn.models._encode_calls import EncodeSettings, TextOptions, calls, watched
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import ModelError
 from fastattn.models._sentences import ACTIVATIONS, Dense, LayerNorm, Pooling, applied
@@ -127,7 +127,7 @@ class CrossEncoder(EncoderWithHead):
         self, inputs: Any, activation_fn: Any = None, apply_softmax: bool = False, **options: Any
     ) -> Array:
         one, pairs = _pairs("inputs", inputs)
-        call = Call.of(options, TextOptions, self.encoder.sentences)
+        call = EncodeSettings.of(options, TextOptions, self.encoder.sentences)
         softmax = flag("apply_softmax", apply_softmax)
         if activation_fn is not None and not callable(activation_fn):
             raise TypeError(f"(): activation_fn is {short(activation_fn)}; expected a function")
@@ -192,7 +192,7 @@ class CrossEncoder(EncoderWithHead):
             return self.template.encoded(self.text, prompt, pairs)
         return self.text.encoded_pairs((prompt + first, *rest) for first, *rest in pairs)
 
-    def _chunks(self, call: Call, pairs: Iterable[Texts]) -> Iterator[Array]:
+    def _chunks(self, call: EncodeSettings, pairs: Iterable[Texts]) -> Iterator[Array]:
         """The logits in order, an array (n, num_labels) at a time."""
         kinds = 1 if self.encoder.embeddings.types is None else len(self.encoder.embeddings.types)
         typed = kinds > 1 and self.text.has_types

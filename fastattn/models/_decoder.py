@@ -55,7 +55,7 @@ class Decoder(_model.Model):
     key_heads: tuple[KeyHeads, ...]  # of all layers together that have keys
     states: tuple[tuple[Kind, ...], ...]  # of a sequence, in each of the layers that carry some
     frequencies: tuple[Frequencies, ...]  # of which each attention may have one
-    windows: tuple[Window, ...]  # of which each attention has one: see `model_program`
+    windows: tuple[Window, ...]  # of which each attention has one: see `program_of_blocks`
     logits: Program
     stop: tuple[int, ...]  # ids that end a text
     logits_cap: float | None = None  # logits x become ``cap * tanh(x / cap)``

@@ -133,7 +133,7 @@ class AlibiBiases:
 class SequenceRules:
     """Windows, rotations and biases of an encoder's blocks, for sequences of any lengths."""
 
-    windows: tuple[Window, ...] = (None,)  # of which each attention has one: see `model_program`
+    windows: tuple[Window, ...] = (None,)  # of which each attention has one: see `program_of_blocks`
     causal: bool = False
     frequencies: tuple[Frequencies, ...] = ()  # of which each attention may have one
     biases: BucketBiases | AlibiBiases | None = None  # of scores, by distance

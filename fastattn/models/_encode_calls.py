@@ -14,8 +14,8 @@ from fastattn._args.types import Array, Ints, Unpack
 from fastattn._args.values import flag, integer, short
 from fastattn.models._files import require
 from fastattn.models._sentences import Sentences
+from fastattn.models._similarity import unit
 from fastattn.models._text import Text, string, strings
-from fastattn.models._vectors import unit
 
 _Model = TypeVar("_Model")
 
@@ -194,7 +194,7 @@ class TextEncoder(Compared, TextModel):
         raise NotImplementedError
 
 
-class Call(NamedTuple):
+class EncodeSettings(NamedTuple):
     """Checked options of a call of `encode`."""
 
     prompt: str
@@ -205,7 +205,7 @@ class Call(NamedTuple):
     features: int = 0  # of a vector
 
     @classmethod
-    def of(cls, options: Any, kind: type[Any], settings: Sentences, names: Names = ()) -> Call:
+    def of(cls, options: Any, kind: type[Any], settings: Sentences, names: Names = ()) -> EncodeSettings:
         """Check the options of a `kind` that every `encode` has; `names` are names of prompts."""
         require_options(options, kind, *(() if names else ("task",)))  # queries and documents have theirs
         size, shows = options.get("batch_size"), options.get("show_progress_bar")
@@ -216,7 +216,7 @@ class Call(NamedTuple):
             flag("normalize_embeddings", options.get("normalize_embeddings", False)),
         )
 
-    def packed(self, vectors: Array) -> Array:
+    def finished(self, vectors: Array) -> Array:
         """Cut and scale pooled vectors (n, features or more) for the caller."""
         vectors = vectors[:, : self.features]
         return np.ascontiguousarray(unit(vectors) if self.normalize else vectors)

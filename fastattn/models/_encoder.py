@@ -20,8 +20,8 @@ from fastattn.layers._block import Projection
 from fastattn.models import _model
 from fastattn.models._embeddings import SequenceRules
 from fastattn.models._encode_calls import (
-    Call,
     EncodeOptions,
+    EncodeSettings,
     Routes,
     TextEncoder,
     TextModel,
@@ -33,8 +33,8 @@ from fastattn.models._encode_calls import (
 from fastattn.models._model import pulled
 from fastattn.models._parameters import required
 from fastattn.models._sentences import Sentences
+from fastattn.models._similarity import similarities
 from fastattn.models._text import Text, strings
-from fastattn.models._vectors import similarities
 
 Names = tuple[str, ...]
 
@@ -223,7 +223,7 @@ class Encoder(TextEncoder, _model.Model):
         call = self._checked(options, names)
         chunks = deque(watched(self._vectors(lines, call), call.progress, lines))
         if not chunks:
-            chunks.append(call.packed(np.empty((0, call.features), lane_dtype(self.dtype))))
+            chunks.append(call.finished(np.empty((0, call.features), lane_dtype(self.dtype))))
         vectors = np.empty((sum(map(len, chunks)), *chunks[0].shape[1:]), chunks[0].dtype)
         done = 0
         while chunks:  # each is freed before the next one is copied
@@ -240,16 +240,16 @@ class Encoder(TextEncoder, _model.Model):
         """Token ids of each text; texts are read as they are needed."""
         return self.text.encoded(texts)
 
-    def _vectors(self, texts: Iterable[Any], call: Call) -> Iterator[Array]:
+    def _vectors(self, texts: Iterable[Any], call: EncodeSettings) -> Iterator[Array]:
         """Yield vectors (n, features) in order; texts are read as they are needed."""
         encoded = self._encoded(call.prompt + text for text in texts)
         for sequences in calls(encoded, call.batch_size):
             rows, cu_seqlens = self.hidden(sequences)
-            yield call.packed(self.sentences.vectors(rows, cu_seqlens, call.prompt_length))
+            yield call.finished(self.sentences.vectors(rows, cu_seqlens, call.prompt_length))
 
-    def _checked(self, options: EncodeOptions, names: Names = ()) -> Call:
+    def _checked(self, options: EncodeOptions, names: Names = ()) -> EncodeSettings:
         """The options of a call."""
-        call, most = Call.of(options, EncodeOptions, self.sentences, names), self.sentences.features
+        call, most = EncodeSettings.of(options, EncodeOptions, self.sentences, names), self.sentences.features
         dim = options.get("truncate_dim")
         dim = self.sentences.truncate_dim if dim is None else integer("truncate_dim", dim, 1)
         call = call._replace(features=min(most, dim or most))

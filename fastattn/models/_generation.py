@@ -13,11 +13,11 @@ from fastattn._args.types import Bools
 from fastattn._args.values import as_array, integer, integers, iterated, short
 from fastattn.models._answers import Kind, Part, Parts, overlap
 from fastattn.models._grammar import Matcher, matchers
+from fastattn.models._next_tokens import NextTokens, one_at_a_time, proposals_of, steps, tokens_of
 from fastattn.models._prompts import Prompts
 from fastattn.models._sampling import Sampler, Sampling
 from fastattn.models._scores import chances_of
 from fastattn.models._session import kept_as, require_fit
-from fastattn.models._steps import Step, one_at_a_time, proposals_of, steps, tokens_of
 from fastattn.models._text import Said
 
 
@@ -122,7 +122,7 @@ class Writer:
 
 
 def pieces(
-    every: Iterable[Step], writers: Sequence[Writer], ended: Bools, logprobs: int | None
+    every: Iterable[NextTokens], writers: Sequence[Writer], ended: Bools, logprobs: int | None
 ) -> Iterator[Piece]:
     """Pieces of what steps write; they end the sequences that are `ended`."""
     for running, tokens, logits in every:

@@ -140,7 +140,7 @@ class Model(Fixed):
         origin, checkpoint = required(self.origin), flag("checkpoint", checkpoint)
         tape = Tape(drops=Drops(*dropout_of(dropout, seed)))
         x = Value(self.embeddings(tokens, positions, types, self.dtype))
-        out = self.program.on(tape, x, call, checkpoint)
+        out = self.program.run_on(tape, x, call, checkpoint)
 
         def finish() -> None:
             self.embeddings.add_gradients(tape.gradients, x.found(), tokens, positions, types)

@@ -13,7 +13,7 @@ from fastattn._args.errors import named
 from fastattn._args.types import Array, Bools, Ints, Unpack, lane_dtype
 from fastattn._args.values import choice, short
 from fastattn.models._encode_calls import (
-    Call,
+    EncodeSettings,
     MultiVectorOptions,
     TextEncoder,
     calls,
@@ -23,8 +23,8 @@ from fastattn.models._encode_calls import (
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import Config, ModelError, tokenizer_config
 from fastattn.models._sentences import Dense, LayerNorm, Normalize, applied
+from fastattn.models._similarity import maxsim, unit
 from fastattn.models._text import Text
-from fastattn.models._vectors import maxsim, unit
 
 Names = tuple[str, ...]
 
@@ -114,7 +114,7 @@ class MultiVectorEncoder(TextEncoder, EncoderWithHead):
         self, sentences: Any, options: MultiVectorOptions, names: Names = (), task: str | None = None
     ) -> Any:
         one, lines = one_or_several(sentences)
-        call = Call.of(options, MultiVectorOptions, self.encoder.sentences, names)
+        call = EncodeSettings.of(options, MultiVectorOptions, self.encoder.sentences, names)
         tokens = calls(self._tokens((call.prompt + line for line in lines), task), call.batch_size)
         chunks: Iterator[Any] = (self._vectors(each, task, call.normalize) for each in tokens)
         vectors = [each for chunk in watched(chunks, call.progress, lines) for each in chunk]

@@ -123,7 +123,7 @@ def proposals_of(given: Any, model: Any, prompts: list[Ints]) -> Speculation | N
 _ROOM = 256
 
 
-class Step(NamedTuple):
+class NextTokens(NamedTuple):
     """The next tokens of the sequences that have not ended."""
 
     running: Ints  # (n,), their numbers
@@ -141,7 +141,7 @@ def steps(
     cache_dtype: DTypeLike | None,
     session: Session | None,
     speculation: Speculation | None,
-) -> Iterator[Step]:
+) -> Iterator[NextTokens]:
     """Steps until all sequences have reached `stop`, or are `ended` by whoever reads them."""
     if not prompts or max_new_tokens == 0:
         return
@@ -172,7 +172,7 @@ def steps(
             if session is not None:
                 session._add(new, turn)
             new, step = sampler(each), step + 1
-            yield Step(running, new, each)
+            yield NextTokens(running, new, each)
             # np.isin takes three times as long.
             kept = np.flatnonzero((new[:, None] != stop).all(axis=1) & ~ended[running])
             if not kept.size or step == max_new_tokens:
@@ -214,7 +214,7 @@ def _proposed(model: Any, speculation: Speculation, accepted: list[int], most: i
     return speculation.after(accepted, most)
 
 
-def one_at_a_time(steps: Iterator[Step], session: Session | None) -> Iterator[Step]:
+def one_at_a_time(steps: Iterator[NextTokens], session: Session | None) -> Iterator[NextTokens]:
     """The same steps, each under the session's lock: a cache between two states has no meaning."""
     while True:
         with nullcontext() if session is None else session.lock:
@@ -224,7 +224,7 @@ def one_at_a_time(steps: Iterator[Step], session: Session | None) -> Iterator[St
         yield step
 
 
-def tokens_of(steps: Iterator[Step], batch: int, single: bool) -> Iterator[Any]:
+def tokens_of(steps: Iterator[NextTokens], batch: int, single: bool) -> Iterator[Any]:
     """The tokens of each step: an int of a single prompt, or (batch,), -1 for sequences that have ended."""
     for running, tokens, _ in steps:
         if single:

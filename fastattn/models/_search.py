@@ -10,7 +10,7 @@ from fastattn._args.errors import named, wrong_shape
 from fastattn._args.types import Array, ArrayLike, Ints, NearestArgs, lane_dtype
 from fastattn._args.values import choice, integer, is_float, real_array
 from fastattn._engine import dispatch, settings
-from fastattn.models._vectors import unit
+from fastattn.models._similarity import unit
 
 _RUN = 1 << 12  # rows of the corpus that a thread looks at before it says which were the best
 _CANDIDATES = 1 << 22  # of all runs and some queries: 64 MB

@@ -28,10 +28,10 @@ from fastattn.models._modules import (
     task_of,
 )
 from fastattn.models._parameters import Precision
+from fastattn.models._similarity import SIMILARITIES, unit
 from fastattn.models._source import Rows, Source
 from fastattn.models._text import string
 from fastattn.models._tokenizers import LENGTHS, check_transformer
-from fastattn.models._vectors import SIMILARITIES, unit
 
 Module = Callable[[Array], Array]  # of vectors (n, features)
 

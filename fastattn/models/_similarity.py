@@ -1,4 +1,4 @@
-"""Vectors of texts: unit length, fewer bits, similarities."""
+"""Similarities of vectors of texts, and vectors of unit length or of fewer bits."""
 
 from __future__ import annotations
 

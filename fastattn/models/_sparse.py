@@ -13,7 +13,7 @@ from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.types import Array, Ints, Unpack, lane_dtype
 from fastattn._args.values import integer
 from fastattn.models._encode_calls import (
-    Call,
+    EncodeSettings,
     Routes,
     SparseOptions,
     TextEncoder,
@@ -25,7 +25,7 @@ from fastattn.models._encode_calls import (
 from fastattn.models._encoder import EncoderWithHead
 from fastattn.models._files import require
 from fastattn.models._sentences import Dense, LayerNorm, applied
-from fastattn.models._vectors import similarities
+from fastattn.models._similarity import similarities
 
 Head = tuple[Dense, LayerNorm, Dense]
 Names = tuple[str, ...]
@@ -153,7 +153,7 @@ class SparseEncoder(TextEncoder, EncoderWithHead):
     ) -> Any:
         sparse, pooling = require("scipy.sparse"), self.pooling
         _, lines = one_or_several(sentences)
-        call = Call.of(options, SparseOptions, self.encoder.sentences, names)
+        call = EncodeSettings.of(options, SparseOptions, self.encoder.sentences, names)
         most = options.get("max_active_dims")
         if most is not None:
             pooling = replace(pooling, most=integer("max_active_dims", most, 1))

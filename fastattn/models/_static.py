@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from fastattn._args.types import Array, Ints
-from fastattn.layers._block import model_program
+from fastattn.layers._block import program_of_blocks
 from fastattn.models._embeddings import Embeddings, SequenceRules
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import Config, sentences_config
 from fastattn.models._modules import SPARSE_STATIC, STATIC
 from fastattn.models._sentences import Sentences
+from fastattn.models._similarity import SIMILARITIES
 from fastattn.models._source import Rows, Source
 from fastattn.models._sparse import SparseEncoder, SpladePooling
 from fastattn.models._text import Text
-from fastattn.models._vectors import SIMILARITIES
 
 _TABLES = ("embedding.weight", "embeddings")  # as sentence-transformers and model2vec call it
 _WEIGHTS = "weight"
@@ -83,7 +83,7 @@ def static_sparse_encoder(source: Source) -> StaticSparseEncoder:
 
 def _encoder(source: Source, kind: str, table: Array, text: Text, sentences: Sentences) -> StaticEncoder:
     """The encoder of a `table` of tokens."""
-    program, windows = model_program([])
+    program, windows = program_of_blocks([])
     return StaticEncoder(
         model_type=kind,
         hidden_size=table.shape[1],

@@ -28,11 +28,11 @@ from fastattn.models._files import Config, ModelError, sentences_config
 from fastattn.models._modules import MASK, SCORE, is_cross_encoder, is_multi_vector, modules_of
 from fastattn.models._multi_vector import Expansion, MultiVectorEncoder, Settings
 from fastattn.models._sentences import ACTIVATIONS, Dense, LayerNorm, Normalize, Pooling
+from fastattn.models._similarity import SIMILARITIES
 from fastattn.models._source import Rows, Source
 from fastattn.models._sparse import FUNCTIONS, STRATEGIES, Head, SparseEncoder, SpladePooling
 from fastattn.models._tensors import Tensors
 from fastattn.models._tokenizers import LENGTHS, transformer_settings
-from fastattn.models._vectors import SIMILARITIES
 
 _LATE = "late"  # of `classifier_pooling`: the mean of the scores of all tokens
 _POOLINGS = {"cls": Pooling(("cls",)), "mean": Pooling(("mean",))}  # by `classifier_pooling`

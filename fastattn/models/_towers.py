@@ -17,13 +17,13 @@ from fastattn._engine.program import Program
 from fastattn.functional._attention import attention
 from fastattn.layers._block import Norm, Projection
 from fastattn.models._embeddings import SequenceRules
-from fastattn.models._encode_calls import Call, EncodeOptions, at_once, calls, model_of
+from fastattn.models._encode_calls import EncodeOptions, EncodeSettings, at_once, calls, model_of
 from fastattn.models._encoder import Encoder
 from fastattn.models._files import ModelError, tokenizer_config
 from fastattn.models._images import EXPECTED, Images, checked, is_pillow
+from fastattn.models._similarity import similarities
 from fastattn.models._text import each_checked, string
 from fastattn.models._tokenizers import SIDES
-from fastattn.models._vectors import similarities
 
 
 def mapped(x: Array, linear: Projection, activation: Activation | None = None) -> Array:
@@ -270,17 +270,17 @@ class TwoTowers(Encoder):
             fill = [pad] * (length - len(ids))
             yield fill + ids if left else ids + fill
 
-    def _vectors(self, texts: Iterable[Any], call: Call) -> Iterator[Array]:
+    def _vectors(self, texts: Iterable[Any], call: EncodeSettings) -> Iterator[Array]:
         """Vectors of texts and images; those of one kind in a row go through the layers together."""
         for is_text, run in groupby(texts, lambda x: isinstance(x, str)):
             for features in self._of_texts(run, call) if is_text else self._of_images(run, call):
-                yield call.packed(self.sentences.after_pooling(features))
+                yield call.finished(self.sentences.after_pooling(features))
 
-    def _of_texts(self, texts: Iterable[str], call: Call) -> Iterator[Array]:
+    def _of_texts(self, texts: Iterable[str], call: EncodeSettings) -> Iterator[Array]:
         encoded = self._encoded(call.prompt + text for text in texts)
         return map(self._of_ids, calls(encoded, call.batch_size))
 
-    def _of_images(self, images: Iterable[Any], call: Call) -> Iterator[Array]:
+    def _of_images(self, images: Iterable[Any], call: EncodeSettings) -> Iterator[Array]:
         assert self.images is not None
         count, lane = at_once(self.vision.length), lane_dtype(self.dtype)
         count = min(count, call.batch_size or count)

@@ -21,7 +21,7 @@ from fastattn.models._encode_calls import DOCUMENT, QUERY, Compared
 from fastattn.models._files import Config
 from fastattn.models._hub import place_of
 from fastattn.models._modules import first_of
-from fastattn.models._vectors import SIMILARITIES, similarities
+from fastattn.models._similarity import SIMILARITIES, similarities
 
 BACKENDS = ("fastattn", "torch")  # the second is the default of sentence-transformers: here it is this one
 # Keys of `model_kwargs`: arguments of `load`, and others that change no result here.

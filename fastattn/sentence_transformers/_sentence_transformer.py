@@ -11,7 +11,7 @@ from fastattn._args.errors import named
 from fastattn._args.types import Unpack
 from fastattn._args.values import choice, integer
 from fastattn.models._encode_calls import model_of, one_or_several
-from fastattn.models._vectors import PRECISIONS, quantize_embeddings
+from fastattn.models._similarity import PRECISIONS, quantize_embeddings
 from fastattn.sentence_transformers._base import (
     Options,
     Vectors,

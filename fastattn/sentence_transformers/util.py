@@ -15,7 +15,7 @@ from fastattn._args.errors import named, wrong_dtype, wrong_shape
 from fastattn._args.types import Array
 from fastattn._args.values import integer, is_float, real_array
 from fastattn.models import nearest, quantize_embeddings
-from fastattn.models._vectors import unit, vectors_of
+from fastattn.models._similarity import unit, vectors_of
 from fastattn.sentence_transformers._base import arrays_of, compared, returned
 
 __all__ = [

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_tokenizers import TEXTS, WORDS, write_tokenizer
 
 from fastattn import models
-from fastattn.models import ModelError, MultiVectorEncoder, _encode_calls, _vectors
+from fastattn.models import ModelError, MultiVectorEncoder, _encode_calls, _similarity
 
 RNG = np.random.default_rng(7)
 FIXED = {"strategy": "fixed", "length": 8, "token": "tree"}
@@ -136,14 +136,14 @@ def test_scores_have_the_same_bits_in_any_company(isa, dtype, tmp_path, monkeypa
         expected = model.similarity(queries, documents)
         assert expected.dtype == dtype
         for query_tokens, products in ((1, 1), (35, 300), (1000, 5000)):
-            monkeypatch.setattr(_vectors, "_QUERY_TOKENS", query_tokens)
-            monkeypatch.setattr(_vectors, "_PRODUCTS", products)
+            monkeypatch.setattr(_similarity, "_QUERY_TOKENS", query_tokens)
+            monkeypatch.setattr(_similarity, "_PRODUCTS", products)
             np.testing.assert_array_equal(model.similarity(queries, documents), expected)
         np.testing.assert_array_equal(model.similarity_pairwise(queries, documents[:6]), np.diag(expected))
     for query, row in zip(queries, expected, strict=True):
         for document, score in zip(documents, row, strict=True):
             if not len(document):
-                assert score == _vectors.NO_TOKEN
+                assert score == _similarity.NO_TOKEN
             elif not len(query):
                 assert score == 0
             else:
@@ -235,7 +235,7 @@ def test_a_document_of_skipped_words_has_no_vectors(tmp_path):
     vectors = model.encode_document(["the cat", "the dog"])
     assert [x.shape for x in vectors] == [(0, 6), (1, 6)]
     assert model.encode_query("the cat").shape == (4, 6)
-    assert model.similarity(model.encode_query(["the cat"]), vectors)[0, 0] == _vectors.NO_TOKEN
+    assert model.similarity(model.encode_query(["the cat"]), vectors)[0, 0] == _similarity.NO_TOKEN
 
 
 def test_the_folder_names_the_mask(tmp_path):

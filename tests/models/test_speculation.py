@@ -8,7 +8,7 @@ from tiny_hybrid import CONFIGS as HYBRIDS
 from tiny_models import DECODERS, EXPERTS, VOCAB
 
 from fastattn import models
-from fastattn.models._steps import Speculation, proposals_of
+from fastattn.models._next_tokens import Speculation, proposals_of
 
 HOWS = (
     {},

@@ -16,7 +16,7 @@ import numpy as np
 
 from fastattn import ops
 from fastattn._args.types import Array
-from fastattn.layers._block import Projection, model_program
+from fastattn.layers._block import Projection, program_of_blocks
 from fastattn.models._blocks import BlockNames, Blocks
 from fastattn.models._embeddings import SequenceRules
 from fastattn.models._families.shared import ModelNames, read_encoder
@@ -178,12 +178,12 @@ def _vision(blocks: Blocks, size: int, patch: int, features: int, is_clip: bool)
     dtype, patches = source.precision.dtype, (size // patch) ** 2
     norm, token = blocks.norm(_LAST_NORM), None
     if is_clip:
-        program, windows = model_program(each, blocks.norm(_FIRST_NORM), rounds=True)
+        program, windows = program_of_blocks(each, blocks.norm(_FIRST_NORM), rounds=True)
         token = source.vector(Rows(_TOKEN, (hidden,)), added=_POSITIONS, dtype=dtype)
         projection = _map(source, "visual_projection", features, hidden, biased=False)
         head: ClassToken | Probe = ClassToken(norm, projection)
     else:
-        program, windows = model_program(each, None, norm, rounds=True)
+        program, windows = program_of_blocks(each, None, norm, rounds=True)
         head = _probe(blocks)
     squares = _map(source, _PATCHES, hidden, 3, patch, patch, biased=not is_clip)
     squares = squares._replace(activations=source.precision.activations)

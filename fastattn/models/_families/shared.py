@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fastattn._args.types import Array
 from fastattn._engine.program import Program, build
 from fastattn._engine.steps import OUT, LinearStep, NormStep, Step, X
-from fastattn.layers._block import Norm, Window, held_heads, model_program
+from fastattn.layers._block import Norm, Window, held_heads, program_of_blocks
 from fastattn.models._blocks import BlockNames, Blocks, linear
 from fastattn.models._decoder import Decoder, QueryGrowth
 from fastattn.models._embeddings import AlibiBiases, BucketBiases, Embeddings, Frequencies, SequenceRules
@@ -103,7 +103,7 @@ def read_encoder(
             widened = linear(source, names.widened, blocks.hidden, features, biased=True)
         steps = () if before is None else before()
         own = each if order is None else [each[i] for i in order]
-        program, all_windows = model_program(own, *norms, widened, steps, rounds=True)
+        program, all_windows = program_of_blocks(own, *norms, widened, steps, rounds=True)
         kinds = table(names.types, types)
         added = None if kinds is None else f"{names.types}.weight"
         places = table(names.positions, positions, max(first - 1, 0), added)
@@ -185,7 +185,7 @@ def read_decoder(
         for block in each:  # keys that are forgotten for one must not be needed by another
             assert block.keys_from is None or each[block.keys_from].window == block.window
         of_layers = LayerInputs(None, []) if inputs is None else inputs()
-        program, all_windows = model_program(each, before=of_layers.steps)
+        program, all_windows = program_of_blocks(each, before=of_layers.steps)
         weight = source.pack([Rows(output, (vocab, blocks.hidden))])
         assert names.last_norm is not None
         norm, table = blocks.norm(names.last_norm, logit_scale), None
