@@ -12,7 +12,7 @@
 #include "any_nv.inc.h"
 
 #define ADDITIVE_DEPTH 8 /* dimensions that are summed before they are added: less is rounded away; an even number */
-#define ADDITIVE_MOST 8   /* of |q| and |k|: Q K <= e^32, and the product of two denominators is below 1e28 */
+#define ADDITIVE_MOST 8  /* of |q| and |k|: Q K <= e^32, and the product of two denominators is below 1e28 */
 
 typedef struct {
     lane *weight; /* (head_dim, BLOCK_Q): w of every lane's head */

@@ -40,8 +40,8 @@ static void twins(fa_array *const *x, int n) { FOR(i, n) * x[i] = twin(*x[i]); }
 
 static fa_attention_args twin_of_attention(fa_attention_args a)
 {
-    fa_array *const all[] = {
-        &a.q, &a.k, &a.v, &a.k_scale, &a.v_scale, &a.mods.bias, &a.mods.alibi_slopes, &a.sinks, &a.out, &a.lse};
+    fa_array *const all[] = {&a.q,     &a.k,   &a.v,  &a.k_scale, &a.v_scale, &a.mods.bias, &a.mods.alibi_slopes,
+                             &a.sinks, &a.out, &a.lse};
     twins(all, COUNT(all));
     return a;
 }

@@ -138,8 +138,8 @@ def test_calls_without_masks_are_one_program(options, sources, implementation, m
     """
     model = stack([i // 4 * 4 + j for i, j in enumerate(sources)], options=options, dtype="float32")
     x, padding = draw(BATCH, LENGTH, WIDTH), np.arange(LENGTH) >= np.array([LENGTH, 4])[:, None]
-    runs, on = [], Program.on
-    monkeypatch.setattr(Program, "on", lambda program, *args: runs.append(program) or on(program, *args))
+    runs, on = [], Program.run_on
+    monkeypatch.setattr(Program, "run_on", lambda program, *args: runs.append(program) or on(program, *args))
     whole = model(x)
     vjp(model, x, checkpoint=True)[1](whole)
     hidden = model(x, src_key_padding_mask=padding)
