@@ -71,7 +71,7 @@ def own_functions(monkeypatch):
     from fastattn.torch import _measure, _modules
 
     _modules._put_back()
-    monkeypatch.setattr(_modules.IN_USE, "users", {})
+    users, _modules.IN_USE.users = _modules.IN_USE.users, {}
     monkeypatch.setattr(_measure, "_refused", {})
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.models.") and ".modeling_" in name:
@@ -81,6 +81,11 @@ def own_functions(monkeypatch):
                     own = own.__wrapped__
                 if own is not None:
                     setattr(module, function, own)
+    yield
+    _modules._put_back()
+    _modules.IN_USE.users = users
+    if users:
+        _modules._replace()
 
 
 @pytest.fixture
