@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -45,17 +45,21 @@ def is_told(mask: Any, sliding_window: int | None) -> bool:
 def learn(module: Any, query: Any, key: Any, mask: Any, sliding_window: int | None, positions: Any) -> None:
     """Note whether this layer is told what `mask` says, also where `cu_seq_lens_q` is not given."""
     row = (1, query.shape[2])
-    if mask is not None and not traced() and row == (len(query), key.shape[2]) and row[1] > 1:
-        config = type(module.config)
-        told = is_told(mask, sliding_window) and positions is not None and positions.shape == row
-        _tells[config] = told and _tells.get(config, True)
+    if mask is None or traced() or row != (len(query), key.shape[2]) or row[1] == 1:
+        return
+    told = positions is not None and positions.shape == row
+    if told and not hasattr(mask, _HAS_WINDOW):
+        return  # it would be made again
+    config = type(getattr(module, "config", None))
+    _tells[config] = told and is_told(mask, sliding_window) and _tells.get(config, True)
 
 
 def _window_in(options: dict[str, Any]) -> bool | None:
     """Whether the mask of a row of tokens has a window; None if it has what attention is not told."""
-    if torch.compiler.is_compiling() or options.get("attention_mask") is not None:
+    padding = options.get("attention_mask")
+    if torch.compiler.is_compiling() or options.get("batch_size") != 1:
         return None
-    if options.get("batch_size") != 1 or options.get("q_length") != options.get("kv_length"):
+    if options["q_length"] != options["kv_length"] or not (padding is None or padding.all()):
         return None
     names = set(_names(options.get("mask_function")))
     return bool(names & _WINDOWS) if names <= _TOLD else None
@@ -80,13 +84,6 @@ def models_of(config_class: type) -> list[Any]:
         classes += (each := classes.pop()).__subclasses__()
         found += [each] * (each.config_class is config_class)
     return found
-
-
-def _is_told(mask: Any) -> bool:
-    held = [x.cell_contents for x in getattr(mask, "__closure__", None) or ()]
-    parts = [part for x in held for part in (x if isinstance(x, tuple) else (x,)) if callable(part)]
-    name = getattr(mask, "__qualname__", "").partition(".")[0]
-    return name in _TOLD and all(map(_is_told, parts))
 
 
 def begins_of(position_ids: Any, query: Any, key: Any, sliding_window: int | None) -> Any:
@@ -183,11 +180,12 @@ def _rows(x: Any) -> Any:
 def _mask_of(begins_q: Any, begins_k: Any, causal: bool, window: list[int] | None) -> Any:
     """The mask (1, 1, len_q, len_k) by which queries attend the keys of their own sequence."""
     lengths_q, lengths_k = begins_q.diff(), begins_k.diff()
-    numbers = torch.arange(len(lengths_q))
+    count = partial(torch.arange, device=begins_q.device)
+    numbers = count(len(lengths_q))
     of_q, of_k = numbers.repeat_interleave(lengths_q), numbers.repeat_interleave(lengths_k)
     # The last query of a sequence is at its last key.
-    at_q = torch.arange(len(of_q)) - (begins_q[1:] - lengths_k)[of_q]
-    away = torch.arange(len(of_k)) - begins_k[of_k] - at_q[:, None]
+    at_q = count(len(of_q)) - (begins_q[1:] - lengths_k)[of_q]
+    away = count(len(of_k)) - begins_k[of_k] - at_q[:, None]
     seen = of_q[:, None] == of_k
     if causal:
         seen &= away <= 0

@@ -8,6 +8,7 @@ import pytest
 import sentence_transformers
 import torch
 import transformers
+from implementations import COMPILED
 from sentence_transformers.sentence_transformer import modules
 from tiny_tokenizers import TEXTS
 from transformers import DataCollatorWithFlattening
@@ -123,9 +124,12 @@ def test_masks_are_left_out_that_attention_is_told():
         model.set_attn_implementation("eager")
         torch.testing.assert_close(out, model(long)[0], atol=1e-5, rtol=1e-5)
         model.set_attn_implementation("fastattn_flash")
+        model(long, attention_mask=torch.ones(1, 40, dtype=torch.long))
+        assert masks[-2:] == [None] * 2
         padding = torch.ones(1, 40, dtype=torch.long)
         padding[0, :9] = 0
         out = model(long, attention_mask=padding)[0][:, 9:]
+        assert masks[-1].shape == (1, 1, 40, 40)
         model.set_attn_implementation("eager")
         torch.testing.assert_close(out, model(long, attention_mask=padding)[0][:, 9:], atol=1e-5, rtol=1e-5)
 
@@ -235,13 +239,13 @@ def test_sentence_transformers_packs(kind, pooling, encoders, attended):
     model = sentence_transformers.SentenceTransformer(folder, **options)
     assert model[0].can_flatten_inputs
     expected = sentence_transformers.SentenceTransformer(folder, device="cpu").encode(TEXTS)
-    change = ft.optimize(model, measure=False)  # which keeps the name
-    with change:
-        vectors = model.encode(TEXTS)
+    assert abs(model.encode(TEXTS) - expected).max() <= 1e-5 * abs(expected).max()
     assert attended
     assert not any(attended)
-    assert abs(vectors - expected).max() <= 1e-5 * abs(expected).max()
-    assert "fastattn_flash, as before" in repr(change)
+    if COMPILED:
+        with ft.optimize(model, measure=False) as change:
+            assert "fastattn_flash, as before" in repr(change)
+            assert abs(model.encode(TEXTS) - expected).max() <= 1e-5 * abs(expected).max()
     model[0].unpad_inputs = False
     attended.clear()
     assert abs(model.encode(TEXTS) - expected).max() <= 1e-5 * abs(expected).max()
