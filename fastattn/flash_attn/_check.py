@@ -43,9 +43,9 @@ def require_shapes(names: tuple[str, str, str], q: Shape, k: Shape, v: Shape) ->
     if not len(q) == len(k) == len(v) == 4:
         name, shape = next((n, x) for n, x in zip(names, (q, k, v), strict=True) if len(x) != 4)
         raise_shape(name, shape, "(batch, length, heads, head_dim)")
-    heads, head_dim = q[2:]
-    fits = k[3] == head_dim and v[1:3] == k[1:3] and heads and k[2] and head_dim and v[3]
-    if not fits or heads % k[2]:
+    heads_kv = k[2]
+    fits = k == v or k[1:3] == v[1:3]
+    if not (fits and k[3] == q[3] and q[2] and heads_kv and q[3] and v[3]) or q[2] % heads_kv:
         raise_shapes(names, (q, k, v), heads_axis=-2)
 
 

@@ -53,12 +53,7 @@ def cached_tensors(*given: Any) -> tuple[Any, Any]:
     """Out and lse of `flash_attn_with_kvcache`."""
     tensors, options = given[:_COUNT], given[_COUNT:]
     if not traced():
-        try:
-            arrays: list[Any] = [x if x is None or type(x) is int else _array(x) for x in tensors]
-        except AttributeError:
-            named_tensors = zip(_NAMES, tensors, strict=True)
-            same_kind(given[0], **{name: x for name, x in named_tensors if not isinstance(x, int)})
-            raise
+        arrays = _arrays_of(tensors)
         out, lse = cached(*arrays, *options, num_threads())  # type: ignore[call-arg] # as many as it takes
         return tensor_of(out), None if lse is None else tensor_of(lse)
     scale, causal, window, softcap, interleaved, _ = options
@@ -67,6 +62,17 @@ def cached_tensors(*given: Any) -> tuple[Any, Any]:
         q, *others, softmax_scale=scale, causal=causal, window_size=window or (-1, -1), softcap=softcap,
         rotary_interleaved=interleaved,
     )  # fmt: skip
+
+
+def _arrays_of(tensors: tuple[Any, ...]) -> list[Any]:
+    """The memory of tensors, by the way that most can go; None and integers as they are."""
+    try:
+        if tensors[0].dtype is not torch.bfloat16:
+            return [x if x is None or type(x) is int else x.numpy() for x in tensors]
+    except (AttributeError, TypeError, RuntimeError):  # others in bfloat16, with a gradient, or no tensors
+        given = {name: x for name, x in zip(_NAMES, tensors, strict=True) if not isinstance(x, int)}
+        same_kind(tensors[0], **given)
+    return [x if x is None or isinstance(x, int) else _array(x) for x in tensors]
 
 
 def _array(x: Any) -> Any:
