@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,9 +83,8 @@ def _operators(
 
     def arguments(values: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
         """The function's arguments by name, of which the tensors `values` come first."""
-        given = dict(zip(names, values, strict=False)) | options
-        given["window"], given["num_threads"] = sides(given.get("window")), num_threads()
-        return {n: array_of(x) if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+        given = {n: x if x is None else array_of(x) for n, x in zip(names, values, strict=False)}
+        return {**given, **options, "window": sides(options.get("window")), "num_threads": num_threads()}
 
     def compute(
         values: Sequence[Any], options: dict[str, Any], return_lse: bool
@@ -110,7 +110,8 @@ def _operators(
     def backward_kernel(
         dout: Any, dlse: Any, out: Any, lse: Any, *values: Any, need: Sequence[str], **options: Any
     ) -> list[Any]:
-        given = arguments(values, {**options, "dout": dout, "dlse": dlse, "out": out, "lse": lse})
+        saved = {"dout": dout, "dlse": dlse, "out": out, "lse": lse}
+        given = arguments(values, options) | {n: x if x is None else array_of(x) for n, x in saved.items()}
         _require_no_pages(given)
         places = [heads_inside(given[n[1:]].shape, given[n[1:]].dtype) if n in inside else None for n in need]
         return [tensor_of(x) for x in backward(**given, need=tuple(need), into=places)]
@@ -187,13 +188,9 @@ def _require_no_pages(given: dict[str, Any]) -> None:
         raise ValueError("(): block_table is given; expected none: pages have no gradients")
 
 
-def _attention_args(**given: Any) -> AttentionArgs:
-    return attention_args(scales="k_scale and v_scale", **given)
-
-
 attention_op, with_lse_op = _operators(
     "attention",
-    _attention_args,
+    partial(attention_args, scales="k_scale and v_scale"),
     attention_backward,
     ("q", "k", "v"),
     ("mask", "bias", "sinks", "alibi_slopes", "kv_lengths", "block_table", "seed"),
