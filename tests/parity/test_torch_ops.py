@@ -37,11 +37,12 @@ CALLS = {
     "sinks": ((None, None, torch.linspace(-1, 1, 4, dtype=torch.float64)), {}),
     "alibi": ((None, None, None, torch.linspace(0.1, 0.7, 4, dtype=torch.float64)), {"q_offset": 1}),
     "lengths": ((None, None, None, None, torch.tensor([5, 0])), {}),
+    "dropout": ((*[None] * 6, torch.tensor(5)), {"dropout": 0.3}),
 }
 
 
 def in_numpy(q, k, v, tensors, options):
-    names = ("mask", "bias", "sinks", "alibi_slopes", "kv_lengths")
+    names = ("mask", "bias", "sinks", "alibi_slopes", "kv_lengths", "block_table", "seed")
     arrays = {n: x.detach().numpy() for n, x in zip(names, tensors, strict=False) if x is not None}
     window = tuple(None if n == -1 else n for n in options.get("window", ())) or None
     q, k, v = (x.detach().numpy() for x in (q, k, v))
@@ -124,6 +125,66 @@ def test_gradients_are_those_of_torch(dtype):
 def test_opcheck(op, call):
     tensors, options = CALLS[call]
     torch.library.opcheck(op, (*operands(), *cast(tensors, torch.float32)), options)
+
+
+def packed(dtype=torch.float64, paged=False):
+    """Arguments of varlen_attention that are tensors."""
+    shapes = (9, 4, 16), *[(5, 8, 2, n) if paged else (20, 2, n) for n in (16, 8)]
+    begins = torch.tensor([0, 3, 3, 9]), torch.tensor([0, 5, 7, 20], dtype=torch.int32)
+    slopes = [torch.linspace(-0.5, 1, 4, dtype=dtype) for _ in range(2)]
+    table = torch.tensor([[3, 9], [0, 9], [4, 1]]) if paged else None
+    return [*(torch.randn(s, dtype=dtype) for s in shapes), *begins, *slopes, table, torch.tensor(5)]
+
+
+def test_packed_sequences():
+    """Gradients, torch's own checks, other numbers of sequences and tokens in an exported program."""
+    op, options = torch.ops.fastattn.varlen_attention, {"causal": True, "window": [3, -1], "dropout": 0.2}
+    q, k, v, begins_q, begins_k, sinks, slopes, _, seed = packed()
+    inputs = [x.requires_grad_() for x in (q, k, v, sinks, slopes)]
+
+    def run(q, k, v, sinks, slopes, op=op):
+        return op(q, k, v, begins_q, begins_k, sinks, slopes, None, seed, **options)
+
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+    with_lse = torch.ops.fastattn.varlen_attention_with_lse
+    assert torch.autograd.gradcheck(partial(run, op=with_lse), inputs, fast_mode=True)
+    for paged in (False, True):
+        arguments = packed(torch.float32, paged)
+        for checked in (op.default, with_lse.default):
+            torch.library.opcheck(checked, arguments, options)
+        assert op(*(x if x is None else x.to("meta") for x in arguments), **options).shape == (9, 4, 8)
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v, begins_q, begins_k):
+            return op(q, k, v, begins_q, begins_k, causal=True)
+
+    sizes = {name: {0: torch.export.Dim.AUTO} for name in ("q", "k", "v", "begins_q", "begins_k")}
+    exported = torch.export.export(Attention(), tuple(packed()[:5]), dynamic_shapes=sizes).module()
+    shorter = *(x.detach()[:5] for x in (q, k, v)), torch.tensor([0, 2, 5]), torch.tensor([0, 1, 5]).int()
+    assert torch.equal(exported(*shorter), op(*shorter, causal=True))
+
+
+def test_pages_have_no_gradients():
+    pages, table = torch.randn(6, 2, 8, 16), torch.tensor([[0, 3], [5, 1]])
+    arguments = (
+        torch.randn(2, 4, 9, 16, requires_grad=True),
+        pages,
+        pages,
+        None,
+        None,
+        None,
+        None,
+        None,
+        table,
+    )
+    out = attention(*arguments)
+    gathered = pages[table].transpose(1, 2).flatten(2, 3)
+    assert torch.equal(out, attention(arguments[0], gathered, gathered))
+    torch.library.opcheck(attention.default, [x if x is None else x.detach() for x in arguments])
+    with pytest.raises(
+        ValueError, match=r"^attention\(\): block_table is given; expected none: pages have no"
+    ):
+        out.sum().backward()
 
 
 def test_opcheck_of_the_backward_pass():
@@ -267,6 +328,13 @@ def wrong_calls():
             yield f"{op} {name}", op, (Q, K, V), {name: x}
             yield f"{op} {name} dtype", op, (Q, K, V), {name: x.to(torch.complex64)}
     yield "sinks", "attention", (Q, K, V), {"sinks": torch.ones(3)}
+    q, k, v, begins_q, begins_k, *_ = packed(torch.float32)
+    for name, call in {
+        "heads": (q[:, :3], k, v, begins_q, begins_k), "tokens": (q, k, v[1:], begins_q, begins_k),
+        "axes": (q[0], k, v, begins_q, begins_k), "sequences": (q, k, v, begins_q[::3], begins_k),
+        "floats": (q, k, v, begins_q.float(), begins_k), "begins": (q, k, v, begins_q[None], begins_k),
+    }.items():  # fmt: skip
+        yield f"packed {name}", "varlen_attention", call, {}
     yield "window", "attention", (Q, K, V), {"window": [1]}
     yield "lists", "selected_attention", (Q, K, V, LISTS[:, :, 1:]), {}
     yield "floats", "selected_attention", (Q, K, V, LISTS.float()), {}
