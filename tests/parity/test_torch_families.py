@@ -138,8 +138,9 @@ def test_models_of_a_family(family, monkeypatch):
         if cls.__name__ in AS_SDPA:
             model.set_attn_implementation("sdpa")
             expected = results(model, inputs)
-        model.set_attn_implementation("fastattn")
-        assert distance(results(model, inputs), expected, inputs) < BOUNDS.get(family, 1e-4), cls.__name__
+        for name in ("fastattn", "fastattn_flash"):
+            model.set_attn_implementation(name)
+            assert distance(results(model, inputs), expected, inputs) < BOUNDS.get(family, 1e-4), cls.__name__
         missing -= ran
     assert ran, "no tiny model of it can be made here: see tiny_transformers.py, and last of all NOT_BUILT"
 
