@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastattn.flash_attn import flash_attn_func, flash_attn_with_kvcache
 from fastattn.torch._attention import varlen_op
 from fastattn.torch._tensors import traced
 
@@ -219,15 +220,16 @@ def answer_to_name() -> None:
     """Let transformers find the functions of flash attention that belong to our name."""
     from transformers import modeling_flash_attention_utils as utils
 
-    theirs = utils._lazy_imports
-    if hasattr(theirs, "_of_fastattn"):
+    theirs = getattr(utils, "_lazy_imports", None)
+    if theirs is None or hasattr(theirs, "_of_fastattn"):  # None: a version without it
         return
 
     @wraps(theirs)
     def lazy_imports(implementation: Any, *args: Any, **options: Any) -> tuple[Callable[..., Any], ...]:
         if implementation != NAME:
             return theirs(implementation, *args, **options)  # type: ignore[no-any-return]
-        return None, _flash_varlen, None, utils._pad_input, utils._unpad_input  # type: ignore[return-value]
+        own = flash_attn_func, _flash_varlen, flash_attn_with_kvcache
+        return *own, utils._pad_input, utils._unpad_input
 
     lazy_imports._of_fastattn = True  # type: ignore[attr-defined]
     utils._lazy_imports = lazy_imports
