@@ -104,7 +104,7 @@ class _Family(NamedTuple):
     experts: Callable[[Source], dict[str, Any]] | None = None
     thetas: Mapping[str, tuple[str, float]] | None = None  # by kind of layers
     rotates_part: bool = False  # of each head, where config.json says so
-    skips_rotation: bool = False  # in layers with windows
+    skips_rotation: bool = False  # in the layers that `no_rope_layers` names
     multiplied: bool = False  # by Granite's multipliers
     grown: bool = False  # queries, with their positions
     encodes: bool = True  # where the folder says so
