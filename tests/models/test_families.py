@@ -13,8 +13,8 @@ from fastattn._args.packed import PackedLinear
 IDS = [[3, 1, 4, 1, 5, 9, 2, 6]]
 # Families that are others under another name, or hold them: their tests have them by that.
 OF_OTHERS = {
-    "camembert", "clip", "embedding_gemma2", "embedding_gemma2_text", "gemma3", "gemma4", "mistral3", "siglip",
-    "xlm-roberta",
+    "camembert", "clip", "embedding_gemma2", "embedding_gemma2_text", "gemma3", "gemma4", "mistral3",
+    "siglip", "xlm-roberta",
 }  # fmt: skip
 
 
