@@ -163,10 +163,12 @@ INLINE void few_values(fa_dtype dtype, int nr, int nd, const few_value_product *
     v_t sum[4][FEW_NV];
     UNROLL_FOR(int r = 0; r < nr; r++)
         UNROLL_FOR(int c = 0; c < nd; c++) sum[r][c] = v_splat(0); /* added at the end, as in tile_values */
+    const int64_t v_row = p->v_row, ahead_row = p->ahead_row, ahead_bytes = p->ahead_bytes;
     for (int64_t run = 0, j = 0; run < p->runs->n; run++) {
+        const int64_t end = p->runs->end[run];
         const char *v = p->runs->v[run] + d * dtype_size(dtype), *ahead = fetch ? p->runs->ahead[run] : NULL;
-        for (; j < p->runs->end[run]; j++, v += p->v_row) {
-            if (ahead) prefetch_rows(ahead, p->ahead_row, 1, p->ahead_bytes), ahead += p->ahead_row;
+        for (; j < end; j++, v += v_row) {
+            if (ahead) prefetch_rows(ahead, ahead_row, 1, ahead_bytes), ahead += ahead_row;
             UNROLL_FOR(int c = 0; c < nd; c++) {
                 const char *from = v + c * LANES * dtype_size(dtype);
                 const v_t value = last && c == nd - 1 ? v_load_as_n(dtype, from, last) : v_load_as(dtype, from);
