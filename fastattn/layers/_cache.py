@@ -113,6 +113,7 @@ class KVCache:
         self._length = 0
         self._lengths: Ints | None = None  # None where all sequences have self._length tokens
         self._dropped: Ints | None = None  # by `keep`: tokens of each sequence, (batch,); None for none
+        self._kept = 0  # the most tokens that it left in a sequence
         # Keys and values, and their scales; empty before the first append.
         self._held: tuple[Array, ...] = ()
 
@@ -255,8 +256,16 @@ class KVCache:
 
     @named("KVCache.truncate")
     def truncate(self, length: int) -> None:
-        """Drop all held tokens but the first `length`, such as rejected guesses."""
+        """Drop all held tokens but the first `length`, such as rejected guesses.
+
+        After `keep`, `length` is 0 or not less than what it kept: the positions of kept tokens are not known.
+        """
         length = integer("length", length, 0, self._length)
+        if self._dropped is not None and length < self._kept:
+            if length:
+                expected = f"0, or at least {self._kept}, the tokens that keep has left"
+                raise ValueError(f"(): length is {length}; expected {expected}")
+            self._dropped = None
         if self._lengths is None:
             self._length = length
         else:
@@ -323,6 +332,7 @@ class KVCache:
             new[:, :, : index.shape[-1]] = np.take_along_axis(x, places, axis=2)
         dropped = before - kept
         self._held, self._dropped = arrays, dropped if self._dropped is None else self._dropped + dropped
+        self._kept = int(kept.max(initial=0))
         self._end_at(kept)
 
     @named("KVCache.save")
@@ -375,6 +385,7 @@ class KVCache:
             raise ValueError(f"(): {where} has a negative number in dropped; expected what a cache holds")
         cache = cls(k.shape[2], k.dtype)
         cache._held, cache._dropped = held, dropped if dropped.any() else None
+        cache._kept = cache._capacity  # at most
         cache._end_at(lengths)
         return cache
 
