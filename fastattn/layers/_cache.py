@@ -355,22 +355,24 @@ class KVCache:
         held = {name: x[:, :, : self._length].copy() for name, x in zip(_NAMES, self._held, strict=False)}
         for x in held.values():  # what was not written may be any memory of the process
             x.swapaxes(1, 2)[np.arange(self._length) >= lengths[:, None]] = 0
-        dropped = {} if self._dropped is None else {"dropped": self._dropped}
+        dropped = {}
+        if self._dropped is not None:
+            dropped = {"dropped": self._dropped, "kept": np.full_like(lengths, self._kept)}
         return {**held, "lengths": lengths, **dropped}
 
     @classmethod
     def _of(cls, arrays: dict[str, Array], where: str) -> KVCache:
         """The cache with these `_arrays`, of the file `where`."""
         names = _NAMES[: 4 if "k_scale" in arrays else 2]
-        if arrays.keys() - {"dropped"} != {*names, "lengths"}:
+        if arrays.keys() not in ({*names, "lengths"}, {*names, "lengths", "dropped", "kept"}):
             came = f"{where} has the arrays {', '.join(arrays)}"
             expected = f"{', '.join(_NAMES)} and lengths, or {', '.join(_NAMES[:2])} and lengths"
             raise ValueError(f"(): {came}; expected {expected}")
         held, lengths = tuple(arrays[name] for name in names), arrays["lengths"]
-        dropped = arrays.get("dropped", np.zeros_like(lengths))
+        dropped, most = (arrays.get(name, np.zeros_like(lengths)) for name in ("dropped", "kept"))
         k, v, *scales = held
         fit = k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and k.dtype == v.dtype
-        fit = fit and all(x.dtype == np.int64 and x.shape == k.shape[:1] for x in (lengths, dropped))
+        fit = fit and all(x.dtype == np.int64 and x.shape == k.shape[:1] for x in (lengths, dropped, most))
         fit = fit and (k.dtype == np.int8 if scales else is_float(k.dtype))
         fit = fit and all(
             x.shape == k.shape[:3] and x.dtype == scales[0].dtype == lane_dtype(x.dtype) for x in scales
@@ -385,7 +387,7 @@ class KVCache:
             raise ValueError(f"(): {where} has a negative number in dropped; expected what a cache holds")
         cache = cls(k.shape[2], k.dtype)
         cache._held, cache._dropped = held, dropped if dropped.any() else None
-        cache._kept = cache._capacity  # at most
+        cache._kept = int(most.max(initial=0))
         cache._end_at(lengths)
         return cache
 

@@ -177,11 +177,10 @@ class PagedKVCache:
         return {**dict(zip(names, self._held, strict=True)), "block_table": table, **lengths_of}
 
     def _known(self, sequence: int) -> int:
-        if type(sequence) is not int or sequence not in self._lengths:
-            raise ValueError(
-                f"(): there is no sequence {sequence!r}; expected a number from allocate or fork"
-            )
-        return sequence
+        number = integer("sequence", sequence, 0)
+        if number not in self._lengths:
+            raise ValueError(f"(): there is no sequence {number}; expected a number from allocate or fork")
+        return number
 
     def _take(self, count: int) -> list[int]:
         """Take so many free pages, each for one sequence."""

@@ -181,7 +181,7 @@ fastattn.varlen_attention(R, P, P, [0, 5], [0, 65], block_table=T[:1]) -> ValueE
 C(0, 16, 2, 8) -> ValueError: PagedKVCache\(\): pages is 0; expected at least 1
 C(8, 16, 2, 8).append([1], K[:1], K[:1]) -> ValueError:
     there is no sequence 1; expected a number from allocate
-C(8, 16, 2, 8).free(True) -> ValueError: PagedKVCache.free\(\): there is no sequence True
+C(8, 16, 2, 8).free(True) -> TypeError: PagedKVCache.free\(\): sequence is True; expected an integer
 C(8, 16, 2, 8, "int32") -> TypeError: dtype is 'int32'; expected float32
 """)
 def test_errors(code, error):

@@ -509,3 +509,17 @@ def test_files_that_hold_no_cache(tmp_path):
     save_file({"k": np.ones((1, 2, 3, 4), np.float32)}, file, {"fastattn.cache": '{"format": 2}'})
     with pytest.raises(ValueError, match=r"the format of the cache in .* is 2; expected 1"):
         KVCache.load(file)
+
+
+def test_truncating_after_eviction():
+    """Tokens after the kept ones go, or all; kept ones alone cannot, as their positions are not known."""
+    cache = KVCache()
+    cache.append(*tokens(10))
+    cache.keep([0, 5, 9])
+    cache.append(*tokens(2))
+    cache.truncate(4)
+    assert (cache.length, cache.offset.tolist()) == (4, [11, 11])
+    with pytest.raises(ValueError, match=r"KVCache.truncate\(\): length is 2; expected 0, or at least 3"):
+        cache.truncate(2)
+    cache.truncate(0)
+    assert (cache.length, cache.offset) == (0, 0)
