@@ -142,6 +142,10 @@ INLINE void find_runs(const fa_attention_args *a, const row_block *rows, int64_t
     for (int64_t j = 0; j < n; runs->n++) {
         runs->k[runs->n] = at_key(&a->k, rows, j0 + j), runs->v[runs->n] = at_key(&a->v, rows, j0 + j);
         runs->ahead[runs->n] = more ? at_key(&a->k, rows, j0 + n + j) : NULL;
+        if (a->k.blocks && j0 + j + 3 * n <= a->len_k) { /* first lines of pages: their addresses are then known */
+            prefetch_rows(at_key(&a->k, rows, j0 + j + 2 * n), 0, 1, 1);
+            prefetch_rows(at_key(&a->v, rows, j0 + j + n), 0, 1, 1);
+        }
         runs->end[runs->n] = j += run_of_rows(&a->k, j0 + j, n - j);
     }
 }
