@@ -143,6 +143,10 @@ class LayerStack(Layer):
         if len(cache) != len(holders):
             expected = f"{len(holders)}, as new_cache() makes it"
             raise ValueError(f"(): cache is for {len(cache)} layers; expected {expected}")
+        if len(set(map(id, cache))) < len(cache):
+            raise ValueError(
+                "(): cache has one cache for several layers; expected one for each, as new_cache() makes"
+            )
         own = dict(zip(holders, cache, strict=True))
         return [own.get(i) for i in range(len(self.layers))]
 

@@ -356,7 +356,9 @@ def _program(whole: Any, own: bool) -> Prepared | None:
     """
     layers = whole.__dict__.get("layers")
     # A layer that referred to itself would be freed late; the caller of a stack may change its list.
-    key = (_state.last_change,) if layers is None else (_state.last_change, *layers)
+    key: tuple[Any, ...] = (_state.last_change,)
+    if layers is not None:
+        key = (*key, *layers, *_borrowed(whole).items())
     made: Prepared | None
     kept, made = whole._programs.get(own, _NEVER)
     if kept == key:

@@ -503,7 +503,9 @@ def test_files_that_hold_no_cache(tmp_path):
         (np.array([-1]), "negative number in dropped"),
         (np.ones(2, int), "dropped .2,."),
     ):
-        save_file({**whole, "dropped": dropped, "kept": np.array([2])}, file, {"fastattn.cache": '{"format": 1}'})
+        save_file(
+            {**whole, "dropped": dropped, "kept": np.array([2])}, file, {"fastattn.cache": '{"format": 1}'}
+        )
         with pytest.raises(ValueError, match=message):
             KVCache.load(file)
     save_file({"k": np.ones((1, 2, 3, 4), np.float32)}, file, {"fastattn.cache": '{"format": 2}'})

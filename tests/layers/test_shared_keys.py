@@ -120,7 +120,7 @@ def test_results_with_options(options, implementation):
 def test_hidden_rows_are_zero_and_reach_nothing(causal, implementation):
     model = stack([0, 0, 0], dtype="float32")
     padding = np.arange(LENGTH) >= np.array([LENGTH, 4])[:, None]
-    x = draw(BATCH, LENGTH, WIDTH)
+    x = draw(BATCH, LENGTH, WIDTH, dtype=np.float64)
     x[padding] = np.nan
     out = model(x, src_key_padding_mask=padding, is_causal=causal)
     alone = model(x[1:, :4], is_causal=causal)
@@ -388,3 +388,17 @@ def test_ropes_are_alike_by_their_frequencies():
         ValueError, match=r"8 pairs down to 0.0179 radians.*expected Rope\(8 pairs down to 0.000316 rad"
     ):
         TransformerEncoder([layer(rope=one), layer(query_only=True, rope=other)])
+
+
+def test_sources_may_change_and_each_layer_has_its_own_cache():
+    sources = [0, 1, 0]
+    model = stack(sources, sources)
+    x = draw(BATCH, LENGTH, WIDTH, dtype=np.float64)
+    called(model, x)
+    sources[2] = 1
+    expected = called(TransformerEncoder(model.layers, model.norm, keys_from=[0, 1, 1]), x)
+    assert_same_bits(called(model, x), expected)
+    caches = model.new_cache()
+    with pytest.raises(ValueError, match="cache has one cache for several layers; expected one for each"):
+        called(model, x, cache=[caches[0]] * 2)
+    assert caches[0].length == 0
