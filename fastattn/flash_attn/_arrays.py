@@ -101,10 +101,18 @@ def cached(
     if parts is not None and new:
         _require_writable("k_cache", keys, args.k)
         _require_writable("v_cache", values, args.v)
+        if np.may_share_memory(k_cache, v_cache) and np.shares_memory(k_cache, v_cache):
+            raise ValueError("(): k_cache and v_cache share memory; expected two caches")
         place = _places(lengths, new, batch, page, held, table, block_table is None)
-        k_cache[place], v_cache[place] = parts
+        args.q = _apart(args.q, k_cache, v_cache)
+        k_cache[place], v_cache[place] = [_apart(x, k_cache, v_cache) for x in parts]
     dispatch.run(args)
     return out, args.result[1] if return_lse else None
+
+
+def _apart(x: Array, *caches: Array) -> Array:
+    """`x`, or a copy of it if it may be a view of what is written."""
+    return x.copy() if x.base is not None and any(np.may_share_memory(x, c) for c in caches) else x
 
 
 def _require_writable(name: str, cache: Array, read: Array) -> None:

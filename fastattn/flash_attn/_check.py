@@ -44,7 +44,9 @@ def require_shapes(names: tuple[str, str, str], q: Shape, k: Shape, v: Shape) ->
         name, shape = next((n, x) for n, x in zip(names, (q, k, v), strict=True) if len(x) != 4)
         raise_shape(name, shape, "(batch, length, heads, head_dim)")
     heads_kv = k[2]
-    fits = k == v or k[1:3] == v[1:3]
+    fits = k == v or k[:3] == v[:3]
+    if k[0] != v[0]:
+        raise_shape(names[2], v, f"{k[0]} in the first axis, as {names[1]} has")
     if not (fits and k[3] == q[3] and q[2] and heads_kv and q[3] and v[3]) or q[2] % heads_kv:
         raise_shapes(names, (q, k, v), heads_axis=-2)
 
@@ -72,4 +74,4 @@ def sides(window: tuple[int, int] | None) -> tuple[int | None, int | None] | Non
 
 def softcap_of(softcap: Any) -> Any:
     """The option `softcap` of `fastattn.attention`, where 0 is none."""
-    return None if isinstance(softcap, (int, float)) and not softcap else softcap
+    return None if isinstance(softcap, (int, float, np.floating)) and not softcap else softcap

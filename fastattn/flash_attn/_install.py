@@ -48,7 +48,7 @@ def _put() -> Callable[[], None]:
 
     def take_away() -> None:
         for name in _MODULES:
-            del sys.modules[f"flash_attn{name}"]
+            sys.modules.pop(f"flash_attn{name}", None)
 
     return take_away
 

@@ -196,13 +196,15 @@ def _attend(
         q, k, v = (x for name in arrays for x in _parts(name, given.pop(name), "tokens" if packed else ""))
         if not packed:
             require_shapes(("q", "k", "v"), q.shape, k.shape, v.shape)
+            if len(q) != len(k):
+                raise_shape("k", k.shape, f"a batch of {len(q)}, as q has")
         options = {
             "window": window_of(window_size),
             "causal": flag("causal", causal),
             "scale": None if softmax_scale is None else number("softmax_scale", softmax_scale, FLOAT32),
             "softcap": softcap_of(softcap),
         }
-        if dropout_p:
+        if dropout_p != 0:
             options["dropout"], _ = dropout_of(dropout_p, 0, "dropout_p")
         if flag("return_attn_probs", return_attn_probs) and dropout_p:
             came = f"return_attn_probs is True and dropout_p {dropout_p}"

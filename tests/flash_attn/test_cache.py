@@ -231,6 +231,8 @@ w(q, kc, vc, k, v, cache_seqlens=3, cache_batch_idx=[1, 1])
 w(q, kc, vc, cache_batch_idx=[1, 1], block_table=[[0], [1]])
     -> ValueError: cache_batch_idx and block_table are given
 w(q, kc, vc, cache_leftpad=[1]) -> ValueError: cache_leftpad has shape \(1,\); expected \(2,\)
+w(q, kc, kc, k, v, cache_seqlens=3) -> ValueError: k_cache and v_cache share memory; expected two caches
+w(q, kc, vc[:1], k, v, cache_seqlens=3) -> ValueError: v_cache has shape .*; expected . in the first axis
 w(q, kc, vc, cache_leftpad=[1, -1]) -> ValueError: cache_leftpad has -1
 w(q, pk, pv, block_table=[[0.0], [1.0]])
     -> TypeError: ^flash_attn_with_kvcache\(\): block_table has dtype float64

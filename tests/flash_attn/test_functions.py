@@ -187,7 +187,9 @@ fa.flash_attn_func(x, x, x[:, :3])
 fa.flash_attn_func(x, x[..., :7], x) -> ValueError: ^flash_attn_func\(\): k has a head_dim of 7
 fa.flash_attn_func(x, x.astype(np.float16), x) -> TypeError: ^flash_attn_func\(\): q, k and v have dtypes
 fa.flash_attn_func(x, x[:1].repeat(3, 0), x)
-    -> ValueError: ^flash_attn_func\(\): q, k and v have batch dimensions
+    -> ValueError: ^flash_attn_func\(\): v has shape .*; expected 3 in the first axis, as k has
+fa.flash_attn_func(x, x[:1], x[:1]) -> ValueError: ^flash_attn_func\(\): k has shape .*; expected a batch of
+fa.flash_attn_func(x, x, x, dropout_p=None) -> TypeError: ^flash_attn_func\(\): dropout_p is None
 fa.flash_attn_func(x, x, x, dropout_p=1.0)
     -> ValueError: ^flash_attn_func\(\): dropout_p is 1.0; expected at least 0
 fa.flash_attn_func(x, x, x, dropout_p="a") -> TypeError: ^flash_attn_func\(\): dropout_p is 'a'

@@ -58,6 +58,9 @@ def apply_rotary_emb_qkv_(
         expected = "(batch, length, 3, heads, head_dim), or with num_heads_q (batch, length, heads, head_dim)"
         raise_shape("qkv", qkv.shape, expected)
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
+    for name, table in (("cos_k", cos_k), ("sin_k", sin_k)):  # before anything is turned
+        if table.shape != cos.shape:
+            raise_shape(name, table.shape, f"{tuple(cos.shape)}, as cos")
     apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
     apply_rotary_emb(k, cos_k, sin_k, interleaved, True, seqlen_offsets)
     return qkv
@@ -100,13 +103,15 @@ class RotaryEmbedding:
         if max_seqlen is None:
             is_number = isinstance(seqlen_offset, int)
             last = seqlen_offset if is_number else int(np.asarray(seqlen_offset).max(initial=0))
-            max_seqlen = qkv.shape[1] + last
+            max_seqlen = max(qkv.shape[1], 0 if kv is None else kv.shape[1]) + last
         cos, sin, cos_k, sin_k = self._tables_for(max_seqlen, qkv)
         more = self.interleaved, seqlen_offset
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, *more, num_heads_q)
-        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
-        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, *more)
+        if qkv.ndim != 4:  # before kv is turned
+            raise_shape("qkv", qkv.shape, "(batch, length, heads, head_dim), as kv is given")
+        kv = apply_rotary_emb_kv_(kv, cos_k, sin_k, *more)
+        return apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset), kv
 
     forward = __call__
 
