@@ -222,7 +222,12 @@ def read(score_mod: Callable[..., Any], shape: tuple[int, ...], lane: torch.dtyp
 
 
 def _narrowed(x: Any) -> Any:
-    """`x` with axes of length 1 where all numbers along an axis are equal."""
+    """`x` with axes of length 1 where all numbers along an axis are equal.
+
+    Not where it needs a gradient: equal numbers may come from different ones of a parameter.
+    """
+    if x.requires_grad:
+        return x
     for axis in range(x.ndim):
         first = x.narrow(axis, 0, 1)
         if (x.detach() == first.detach()).all():

@@ -155,6 +155,21 @@ def test_score_mods_and_gradients(name, mask):
             assert (x - y).abs().max() < 2e-5 * max(1, y.abs().max())
 
 
+@pytest.mark.parametrize("name", ["product by head", "alibi", "of heads", "of keys", "relative", "bias"])
+def test_gradients_of_equal_numbers(name):
+    """Each of them has its own, as factors that are learned and begin at 1."""
+    q, k, v = operands(torch.float64)
+    found = []
+    for call in (flex_attention, lambda q, k, v, mod: by_scores(mod, None, q, k, v)[0]):
+        leaves = [torch.ones_like(x, dtype=torch.float64).requires_grad_() for x in PARAMETERS.values()]
+        out = call(q, k, v, mods(*leaves)[name])
+        total = (out * torch.arange(out.numel()).view(out.shape)).sum() / out.numel()
+        found.append(torch.autograd.grad(total, leaves, allow_unused=True))
+    for x, y in zip(*found, strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or (x - y).abs().max() < 1e-6 * max(1, y.abs().max())
+
+
 @pytest.mark.parametrize("name", ["alibi", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_dtypes_heads_and_batches(dtype, name):
