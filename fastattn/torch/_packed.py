@@ -88,13 +88,16 @@ def models_of(config_class: type) -> list[Any]:
 
 
 def begins_of(position_ids: Any, query: Any, key: Any, sliding_window: int | None) -> Any:
-    """Where sequences begin in a row of tokens: where positions do, or at 0 with a window; or None."""
+    """Where sequences begin in a row of tokens: where positions do not grow by 1, or at 0 with a window.
+
+    None where there is one sequence. transformers' masks for "sdpa" have the same rule.
+    """
     length = query.shape[2]
     if query.shape[0] != 1 or length == 1 or key.shape[2] != length or traced():
         return None
     first = torch.zeros(1, dtype=torch.int64)
     if position_ids is not None and position_ids.shape == (1, length):
-        first = (position_ids[0] == position_ids[0, 0]).nonzero()[:, 0]
+        first = torch.cat((first, (position_ids[0].diff() != 1).nonzero()[:, 0] + 1))
     if len(first) == 1 and (sliding_window is None or sliding_window >= length):
         return None
     return torch.cat((first, first.new_tensor([length]))).to(torch.int32)

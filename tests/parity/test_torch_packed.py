@@ -106,6 +106,22 @@ def test_positions_alone_tell_sequences(kind, attended):
     assert len(attended) == (0 if kind == "Persimmon" else 4)  # else a mask keeps them apart
 
 
+@pytest.mark.parametrize("positions", [
+    [5, 6, 7, 0, 1, 2, 0, 1, 2, 3, 4, 5], [3, 4, 5, 0, 1, 2, 3, 4, 5, 6, 7, 8], [1, 1, 1, 0, 1, 2, 3, 0, 1, 2, 3, 4],
+    [2, 3, 4, 2, 3, 4, 5, 6, 7, 8, 9, 10], [0, 1, 2, 3, 7, 8, 9, 0, 1, 2, 3, 4],
+], ids=str)  # fmt: skip
+def test_sequences_begin_where_those_of_sdpa_do(positions, attended):
+    model, ids, positions = tiny("Qwen3"), torch.randint(2, 90, (1, 12)), torch.tensor([positions])
+    with torch.no_grad():
+        model.set_attn_implementation("sdpa")
+        expected = model(ids, position_ids=positions, use_cache=False)[0]
+        model.set_attn_implementation("fastattn_flash")
+        for _ in range(2):  # before and after masks are left out
+            out = model(ids, position_ids=positions, use_cache=False)[0]
+            torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    assert len(attended) == 4
+
+
 def test_masks_are_left_out_that_attention_is_told():
     """A window of one long sequence neither: memory does not grow with the square of its length."""
     model, masks = tiny("Mistral"), []
