@@ -27,7 +27,8 @@ from fastattn.torch._tensors import array_of, heads_inside, num_threads, tensor_
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _CHUNK = 2**20  # scores for which a mask_mod is evaluated at a time
 _SIDE = 128  # queries, and keys, of a block for that: larger ones are cut
-# Of each BlockMask: its function and its blocks, which may be replaced, and the ranges made of them.
+# Of each BlockMask: its function and its blocks, which may be replaced, their versions, as they may be
+# written in place, and the ranges made of them.
 _known: WeakKeyDictionary[Any, tuple[Any, Any, Mask | Array]] = WeakKeyDictionary()
 
 
@@ -105,9 +106,13 @@ def flex_attention(
     mod = None
     if score_mod is not None and 0 not in shape:
         mod = read(score_mod, shape, torch.float64 if query.dtype is torch.float64 else torch.float32)
-        query = _scaled(query, mod, options)
+        scaled = _scaled(query, mod, options)
+        # float32 queries attend 16-bit keys: nothing is rounded once more. Others are refused as they are.
+        alike = query.dtype is key.dtype is value.dtype
+        query = scaled if alike else scaled.to(query.dtype)
     bias, diagonals = (None, None) if mod is None else (mod.bias, mod.diagonals)
     out, lse = _Flex.apply(query, key, value, bias, diagonals, options)
+    out = out.to(value.dtype)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
@@ -145,6 +150,9 @@ def _scaled(query: Any, mod: ScoreMod, options: dict[str, Any]) -> Any:
         if not one or mod.ratio.numel() > 1 or mod.ratio.requires_grad:
             came = "tanh in score_mod has factors that differ or need a gradient"
             raise NotImplementedError(f"(): {came}; expected c * tanh(score / c) with one number c")
+        if not 0 < abs(factor.item()) < torch.inf:
+            came = f"score_mod multiplies tanh of scores by {factor.item()}"
+            raise ValueError(f"(): {came}; expected a finite number other than 0")
         options["softcap"] = abs(factor.item())
         options["scale"] *= mod.ratio.item() * factor.item()
     elif one:
@@ -153,7 +161,7 @@ def _scaled(query: Any, mod: ScoreMod, options: dict[str, Any]) -> Any:
         came = "score_mod multiplies scores by what differs by key"
         raise NotImplementedError(f"(): {came}; expected factors of batch items, heads and queries")
     else:
-        query = (query * factor).to(query.dtype)
+        query = query * factor
     return query
 
 
@@ -216,10 +224,14 @@ def _mask_of(block_mask: BlockMask, shape: tuple[int, ...]) -> Mask | Array:
         raise ValueError(f"(): block_mask has shape {came}; expected {expected}")
     if block_mask.kv_indices.device.type != "cpu":
         raise ValueError(f"(): block_mask is on {block_mask.kv_indices.device}; expected the CPU")
-    function, indices, mask = _known.get(block_mask, (None, None, None))
-    if mask is None or function is not block_mask.mask_mod or indices is not block_mask.kv_indices:
+    names = "mask_mod", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
+    parts = [getattr(block_mask, name) for name in names]
+    # Tensors made in inference mode have no version.
+    versions = [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in parts]
+    known, at, mask = _known.get(block_mask, ((), [], None))
+    if mask is None or at != versions or any(x is not y for x, y in zip(known, parts, strict=True)):
         mask = _made(block_mask, len_q, len_k)
-        _known[block_mask] = block_mask.mask_mod, block_mask.kv_indices, mask
+        _known[block_mask] = parts, versions, mask
     return mask
 
 

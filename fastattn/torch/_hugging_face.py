@@ -92,11 +92,12 @@ def register(*, measure: bool = True) -> Undo:
     AttentionInterface.register(_packed.NAME, packed_forward)
     AttentionMaskInterface.register(_packed.NAME, packed_mask)
     _packed.answer_to_name()
-    return Undo([IN_USE.use(measure)], lambda: _SAID)
+    return Undo([IN_USE.use(measure), lambda: _packed._tells.clear()], lambda: _SAID)
 
 
 _SAID = (
-    'attn_implementation="fastattn" and "fastattn_flash": registered in the whole process, also after undo\n'
+    'attn_implementation="fastattn" and "fastattn_flash": registered in the whole process, also after undo,\n'
+    "with transformers' _lazy_imports, which answers to the latter\n"
     "convolutions, delta rules and scans of hybrid models, deformable attention: replaced there, too"
 )
 

@@ -60,7 +60,8 @@ def _window_in(options: dict[str, Any]) -> bool | None:
     padding = options.get("attention_mask")
     if torch.compiler.is_compiling() or options.get("batch_size") != 1:
         return None
-    if options["q_length"] != options["kv_length"] or not (padding is None or padding.all()):
+    lengths = options.get("q_length"), options.get("kv_length")
+    if lengths[0] is None or lengths[0] != lengths[1] or not (padding is None or padding.all()):
         return None
     names = set(_names(options.get("mask_function")))
     return bool(names & _WINDOWS) if names <= _TOLD else None
@@ -224,7 +225,8 @@ def answer_to_name() -> None:
     from transformers import modeling_flash_attention_utils as utils
 
     theirs = getattr(utils, "_lazy_imports", None)
-    if theirs is None or hasattr(theirs, "_of_fastattn"):  # None: a version without it
+    padding = hasattr(utils, "_pad_input") and hasattr(utils, "_unpad_input")
+    if theirs is None or not padding or hasattr(theirs, "_of_fastattn"):  # a version may not have them
         return
 
     @wraps(theirs)

@@ -75,8 +75,13 @@ class _Reader(TorchFunctionMode):  # type: ignore[misc]
         else:
             found = None if kwargs else self._computed(func, name, args)
         if found is None:
+            what = f"calls {called} on a score"
+            if name in ("rdiv", "rtruediv", "reciprocal"):
+                what = "divides by a score"
+            elif kwargs:
+                what += f", with {'=, '.join(kwargs)}="
             raise NotImplementedError(
-                f"(): score_mod calls {called} on a score; expected sums, products and quotients with other"
+                f"(): score_mod {what}; expected sums, products and quotients with other"
                 " tensors, tanh of a score before anything is added to it, where and masked_fill"
             )
         in_place = called.endswith("_") and not called.startswith("__")

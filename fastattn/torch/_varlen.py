@@ -21,12 +21,28 @@ def _options(causal: bool, scale: float | None, window: Sequence[int] | None) ->
     return options if causal else options | {"window": sides(window)}
 
 
+def _check_used(used: Any, room: Any) -> None:
+    """Keys beyond the room of a sequence are those of the next one."""
+    if used.shape != room.shape:
+        expected = f"{tuple(room.shape)}, one number for each sequence"
+        raise ValueError(f"varlen_attn(): seqused_k has shape {tuple(used.shape)}; expected {expected}")
+    for i in ((used < 0) | (used > room)).nonzero()[:1, 0].tolist():
+        came = f"seqused_k[{i}] is {int(used[i])}"
+        raise ValueError(f"varlen_attn(): {came}; expected 0 to {int(room[i])}, the room of that sequence")
+
+
 def _forward(
     q: Any, k: Any, v: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, is_causal: bool = False,
     scale: float | None = None, window_size: Sequence[int] | None = None, enable_gqa: bool = False,
     seqused_k: Any = None, block_table: Any = None, num_splits: int | None = None,
 ) -> Any:  # fmt: skip
     options = _options(is_causal, scale, window_size)
+    if seqused_k is not None:
+        if block_table is None:
+            room = cu_seq_k[1:].clamp(max=len(k)) - cu_seq_k[:-1]
+        else:
+            room = torch.full(block_table.shape[:1], block_table.shape[1] * k.shape[1])
+        _check_used(seqused_k, room)
     if block_table is not None:
         options["block_table"] = array_of(block_table)
         cu_seq_k = torch.nn.functional.pad(seqused_k.cumsum(0), (1, 0))

@@ -239,6 +239,34 @@ def test_a_mask_is_evaluated_once():
     assert all(known.mask_mod is not counted for known in _flex._known)
 
 
+@pytest.mark.parametrize("name", ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"])
+def test_blocks_that_change_are_converted_again(name):
+    q, k, v = operands()
+    for replaces in (False, True):
+        mask = create_block_mask(lambda b, h, i, j: j < 140, 1, 1, LEN_Q, LEN_K, "cpu", BLOCK_SIZE=64)
+        first = flex_attention(q, k, v, block_mask=mask)
+        x = getattr(mask, name)
+        changed = torch.zeros_like(x) if "num" in name else 3 - x
+        if replaces:
+            setattr(mask, name, changed)
+        else:
+            x.copy_(changed)
+        assert (flex_attention(q, k, v, block_mask=mask) != first).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_factors_of_heads_round_no_16_bits(dtype):
+    given = [(4 * x).to(dtype).requires_grad_() for x in operands()]
+    factors = torch.tensor([1.3, 0.7, 1.1, 0.9], requires_grad=True)
+    mod = lambda s, b, h, i, j: s * factors[h]  # noqa: E731
+    out = flex_attention(*given, mod)
+    expected, _ = by_scores(mod, None, *(x.double() for x in given))
+    assert out.dtype is dtype
+    assert (out - expected).abs().max() < 16 * torch.finfo(dtype).eps
+    found = torch.autograd.grad(out.float().sum(), (*given, factors))
+    assert [x.dtype for x in found] == [dtype] * 3 + [torch.float32]
+
+
 def test_autocast_and_compilers():
     q, k, v = operands()
     with torch.autocast("cpu", torch.bfloat16):
@@ -259,7 +287,10 @@ REFUSED = {
     "calls gt on": lambda s, b, h, i, j: torch.where(s > 0, s, 0),
     "calls tanh on": lambda s, b, h, i, j: torch.tanh(s + 1),
     "calls int on": lambda s, b, h, i, j: s.int() + 0.5,
-    "calls __rdiv__ on": lambda s, b, h, i, j: 1 / s,
+    "divides by a score": lambda s, b, h, i, j: 1 / s,
+    "calls where on a score, with condition=, input=, other=": lambda s, b, h, i, j: torch.where(
+        condition=i >= j, input=s, other=0.0
+    ),
     "calls add on": lambda s, b, h, i, j: torch.add(s, 1, alpha=2),
     "calls sub on": lambda s, b, h, i, j: torch.tanh(s) - s,
     "returns what does not depend on its score": lambda s, b, h, i, j: i - j + 0.0,
@@ -303,6 +334,11 @@ def test_errors():
         (ValueError, r"block_mask has shape \(1, 1, 150, 9\)", ((q, k, v), {"block_mask": short})),
         (TypeError, "mask_mod of block_mask returns torch.int64", ((q, k, v), {"block_mask": numbers})),
         (NotImplementedError, "return_aux", ((q, k, v), {"return_aux": AuxRequest(max_scores=True)})),
+        (
+            ValueError,
+            "score_mod multiplies tanh of scores by 0.0",
+            ((q, k, v, lambda s, *_: 0 * torch.tanh(s)), {}),
+        ),
         (ValueError, "what score_mod adds to scores is NaN", ((q, k, v, lambda s, *_: s + torch.nan), {})),
     ]
     for error, message, (args, options) in refused:

@@ -107,8 +107,9 @@ def test_positions_alone_tell_sequences(kind, attended):
 
 
 @pytest.mark.parametrize("positions", [
-    [5, 6, 7, 0, 1, 2, 0, 1, 2, 3, 4, 5], [3, 4, 5, 0, 1, 2, 3, 4, 5, 6, 7, 8], [1, 1, 1, 0, 1, 2, 3, 0, 1, 2, 3, 4],
-    [2, 3, 4, 2, 3, 4, 5, 6, 7, 8, 9, 10], [0, 1, 2, 3, 7, 8, 9, 0, 1, 2, 3, 4],
+    [5, 6, 7, 0, 1, 2, 0, 1, 2, 3, 4, 5], [3, 4, 5, 0, 1, 2, 3, 4, 5, 6, 7, 8],
+    [1, 1, 1, 0, 1, 2, 3, 0, 1, 2, 3, 4], [2, 3, 4, 2, 3, 4, 5, 6, 7, 8, 9, 10],
+    [0, 1, 2, 3, 7, 8, 9, 0, 1, 2, 3, 4],
 ], ids=str)  # fmt: skip
 def test_sequences_begin_where_those_of_sdpa_do(positions, attended):
     model, ids, positions = tiny("Qwen3"), torch.randint(2, 90, (1, 12)), torch.tensor([positions])
@@ -323,6 +324,14 @@ def test_pages_that_are_masked(attended):
         )  # fmt: skip
         torch.testing.assert_close(out[:, i : i + 1], expected, atol=1e-5, rtol=1e-5)
     assert not attended
+
+
+def test_masks_without_lengths_and_undo():
+    assert _packed._window_in({"batch_size": 1}) is None
+    _packed._tells[int] = True
+    ft.register().undo()
+    assert not _packed._tells
+    assert "_lazy_imports" in repr(ft.register())
 
 
 def test_names_of_flash_attention(own_functions):

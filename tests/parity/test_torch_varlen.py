@@ -82,6 +82,22 @@ def test_errors_are_those_of_varlen_attention():
         varlen_attn(q, k, v, begins(LENGTHS_K), begins(LENGTHS_K), 8, 8)
 
 
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize(("used", "said"), [
+    ([6, 6], r"seqused_k\[0\] is 6; expected 0 to 4"), ([-2, 4], r"seqused_k\[0\] is -2; expected 0 to 4"),
+    ([4, 9], r"seqused_k\[1\] is 9"), ([4], r"seqused_k has shape \(1,\); expected \(2,\)"),
+])  # fmt: skip
+def test_used_keys_that_have_no_room_are_named(used, said, pages):
+    x, begin = torch.randn(8, 4, 16), torch.tensor([0, 4, 8], dtype=torch.int32)
+    options = {"seqused_k": torch.tensor(used, dtype=torch.int32)}
+    k, cu_k = x, begin
+    if pages:
+        options["block_table"] = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+        k, cu_k = x.view(4, 2, 4, 16), None
+    with pytest.raises(ValueError, match=rf"^varlen_attn\(\): {said}"):
+        varlen_attn(x, k, k, begin, cu_k, 4, 4, **options)
+
+
 def test_torch_has_no_kernel_that_is_replaced():
     """Of a torch that has kernels on CPUs, ours are not needed."""
     assert fastattn.torch._varlen is not None
