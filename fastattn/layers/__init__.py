@@ -7,9 +7,10 @@ what came and what was expected; without parameters, it says how to load some.
 from fastattn._args.names import show_public
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._basic import FeedForward, LayerNorm, Linear, RMSNorm
-from fastattn.layers._cache import Cached, Caches, DecoderCache, KVCache
+from fastattn.layers._cache import Cached, KVCache
 from fastattn.layers._decoder_layer import TransformerDecoderLayer
 from fastattn.layers._delta_rules import GatedDeltaNet, KimiDeltaAttention
+from fastattn.layers._layer_caches import Caches, DecoderCache
 from fastattn.layers._paged_cache import PagedKVCache
 from fastattn.layers._recurrent import RecurrentState, ShortConvolution
 from fastattn.layers._rotary import Rope

@@ -1,16 +1,15 @@
-"""Caches of keys and values, for decoding token by token."""
+"""The cache of keys and values of one attention, for decoding token by token."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastattn import _safetensors
-from fastattn._args.cache import append_args, cache_args, counts_of
+from fastattn._args.cache import append_args, cache_args
 from fastattn._args.errors import named, put_name
 from fastattn._args.types import FLOAT32, Array, ArrayLike, DTypeLike, Ints, Shape, lane_dtype
 from fastattn._args.values import integer, integers, is_float, require_broadcast, short
@@ -277,7 +276,7 @@ class KVCache:
 
         An index may occur several times. All keys and values are copied.
         """
-        index = _index(sequences, self._held)
+        index = chosen(sequences, self._held)
         self._held = tuple(x[index] for x in self._held)
         if self._dropped is not None:
             self._dropped = self._dropped[index]
@@ -420,94 +419,17 @@ class KVCache:
         self._held, self._capacity = arrays, arrays[0].shape[2]
 
 
-def _index(sequences: ArrayLike, held: Sequence[Array] | None) -> Ints:
-    """Check `sequences` of a cache with the arrays `held`; raise if it is empty."""
-    if not held:
-        raise ValueError("(): the cache is empty; expected one that has been filled")
-    index = integers("sequences", sequences, low=0, high=len(held[0]) - 1)
-    if index.ndim != 1:
-        raise ValueError(f"(): sequences has shape {index.shape}; expected (n,)")
-    return index
-
-
-@dataclass(eq=False, repr=False)
-class DecoderCache:
-    """State of a decoder layer between steps: keys and values of its tokens and of the memory.
-
-    Select sequences here: selecting in `tokens` alone would pair sequences with the memory of others.
-    """
-
-    tokens: KVCache  # stays empty in a layer that attends another layer's keys
-    memory: Any = None  # the array that `keys_values` were computed from; None after `select`
-    keys_values: tuple[Array, Array] | None = None  # (batch, heads_kv, len_memory, head_dim) each
-    key_padding_mask: Array | None = None  # of the memory, (batch, len_memory); True hides, as in torch
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.tokens, KVCache):
-            kind = type(self.tokens).__name__
-            raise TypeError(f"DecoderCache(): tokens is of type {kind}; expected a KVCache")
-
-    def __repr__(self) -> str:
-        keys = "no memory" if self.keys_values is None else f"memory {self.keys_values[0].shape}"
-        return f"<DecoderCache: {self.tokens!r}, {keys}>"
-
-    @named("DecoderCache.truncate")
-    def truncate(self, length: int) -> None:
-        """Drop all tokens from position `length` on; the memory stays."""
-        if self.tokens._held or self.keys_values is None:
-            self.tokens.truncate(length)
-        else:
-            integer("length", length, 0)
-
-    @named("DecoderCache.select")
-    def select(self, sequences: ArrayLike) -> None:
-        """Keep these sequences, as `KVCache.select` does, with their memory and its mask.
-
-        Later calls must omit the memory and its mask: the caller's arrays have the old order.
-        """
-        index = _index(sequences, self.tokens._held or self.keys_values)
-        with restored_on_error((self,)):
-            if self.keys_values is not None:
-                k, v = self.keys_values
-                self.keys_values, self.memory = (k[index], v[index]), None
-            if self.key_padding_mask is not None:
-                self.key_padding_mask = self.key_padding_mask[index]
-            if self.tokens._held:
-                self.tokens.select(index)
-
-
-OneCache = TypeVar("OneCache", KVCache, DecoderCache)
-
-
-class Caches(list[OneCache]):
-    """List of caches, one for each layer, from `new_cache`."""
-
-    def truncate(self, length: int) -> None:
-        """Drop all tokens from position `length` on, in all layers."""
-        with restored_on_error(self):
-            for cache in self:
-                cache.truncate(length)
-
-    def select(self, sequences: ArrayLike) -> None:
-        """Keep these sequences, in this order, in all layers; see `KVCache.select`."""
-        with restored_on_error(self):
-            for cache in self:
-                cache.select(sequences)
-
-
 class restored_on_error:
     """Context manager that restores `caches` if its block raises; one of `contextlib` takes longer."""
 
     __slots__ = ("_states",)
 
-    def __init__(self, caches: Sequence[KVCache | DecoderCache | None]) -> None:
+    def __init__(self, caches: Sequence[Any]) -> None:
         # References are enough: a cache writes to its arrays only after the tokens that it counts.
         self._states: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for cache in caches:
-            if isinstance(cache, DecoderCache):
-                self._states.append((vars(cache.tokens), dict(vars(cache.tokens))))
-            if cache is not None:
-                self._states.append((vars(cache), dict(vars(cache))))
+            tokens = getattr(cache, "tokens", None)  # of a DecoderCache
+            self._states += [(vars(x), dict(vars(x))) for x in (tokens, cache) if x is not None]
 
     def __enter__(self) -> None:
         pass
@@ -518,31 +440,11 @@ class restored_on_error:
                 now.update(before)
 
 
-def slots_of(
-    caches: Sequence[KVCache],
-    heads: Sequence[tuple[int, int]],
-    sizes: tuple[int, int],
-    dtype: np.dtype[Any],
-    lengths: ArrayLike | None,
-) -> tuple[Slots, ...] | None:
-    """Where a program writes keys and values of `sizes`, (batch, tokens), with so many `heads` of each size.
-
-    None where only the caches' `append` can tell what happens.
-    """
-    (batch, tokens), first = sizes, caches[0]
-    for cache, own in zip(caches, heads, strict=True):
-        alike = cache is first or (
-            np.array_equal(cache.offset, first.offset) and np.array_equal(cache._rows, first._rows)
-        )
-        if not (alike and cache._fits(batch, *own, dtype)):
-            return None
-    counts = None
-    if lengths is not None:
-        try:
-            counts = counts_of(lengths, batch, tokens)
-        except Exception as error:
-            put_name("KVCache.append", error)
-            raise
-    shapes = [(batch, heads_kv, tokens, head_dim) for heads_kv, head_dim in heads]
-    given = zip(caches, shapes, strict=True)
-    return tuple(cache._extend(shape, shape, dtype, counts) for cache, shape in given)
+def chosen(sequences: ArrayLike, held: Sequence[Array] | None) -> Ints:
+    """Check `sequences` of a cache with the arrays `held`; raise if it is empty."""
+    if not held:
+        raise ValueError("(): the cache is empty; expected one that has been filled")
+    index = integers("sequences", sequences, low=0, high=len(held[0]) - 1)
+    if index.ndim != 1:
+        raise ValueError(f"(): sequences has shape {index.shape}; expected (n,)")
+    return index

@@ -15,8 +15,8 @@ from fastattn._args.values import as_array, flag
 from fastattn.layers import _computation
 from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._basic import NormLayer
-from fastattn.layers._cache import DecoderCache
 from fastattn.layers._computation import Made
+from fastattn.layers._layer_caches import DecoderCache
 from fastattn.layers._transformer import TransformerLayer
 
 if TYPE_CHECKING:

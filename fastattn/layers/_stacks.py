@@ -17,9 +17,10 @@ from fastattn._args.values import integer, integers, iterated, mask_array
 from fastattn._args.words import MEANINGS
 from fastattn.layers import _computation
 from fastattn.layers._basic import NormLayer
-from fastattn.layers._cache import Caches, DecoderCache, KVCache
+from fastattn.layers._cache import KVCache
 from fastattn.layers._computation import Made
 from fastattn.layers._decoder_layer import DecoderOptions, TransformerDecoderLayer
+from fastattn.layers._layer_caches import Caches, DecoderCache
 from fastattn.layers._state import Layer, xavier_uniform
 from fastattn.layers._transformer import (
     TransformerEncoderLayer,

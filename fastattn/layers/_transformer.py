@@ -20,8 +20,9 @@ from fastattn.layers._attention import MultiHeadAttention
 from fastattn.layers._attention_parameters import HEAD_OPTIONS
 from fastattn.layers._basic import ACTIVATIONS, FeedForward, LayerNorm, NormLayer, RMSNorm
 from fastattn.layers._block import Block, Norm, Projection, program_of_blocks, visible
-from fastattn.layers._cache import KVCache, restored_on_error, slots_of
+from fastattn.layers._cache import KVCache, restored_on_error
 from fastattn.layers._computation import Made
+from fastattn.layers._layer_caches import slots_of
 from fastattn.layers._scores import padding_alone
 from fastattn.layers._state import Layer
 
