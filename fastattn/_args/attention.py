@@ -155,7 +155,7 @@ def attention_args(
     if causal is not False or ranges_given or alibi_slopes is not None or structure is not None:
         _add_ranges(args, causal, window, kv_lengths, q_offset, row_ranges, structure)
     if table is not None:
-        args.block_table = read_pages(table, *_attended(args), len(k_array), k_shape[-2])
+        args.block_table = read_pages(table, *_attended(args), len(k_array), k_shape[-2], names[1])
     args.num_threads = threads(num_threads)
     if backend is not None:
         require_backend(backend)

@@ -29,7 +29,7 @@ def page_table(x: Any, k: Shape, v: Shape, batch_shape: Shape, names: tuple[str,
     return np.broadcast_to(table, shape)
 
 
-def read_pages(table: Array, first: Ints | None, last: Ints, pages: int, page: int) -> Array:
+def read_pages(table: Array, first: Ints | None, last: Ints, pages: int, page: int, name: str = "k") -> Array:
     """`table` as int32, with 0 for each page that is not read; raise if one that is read does not exist.
 
     Of each sequence, keys first <= j < last are read; both broadcast to its batch dimensions.
@@ -42,5 +42,5 @@ def read_pages(table: Array, first: Ints | None, last: Ints, pages: int, page: i
     if used.view(f"u{used.itemsize}").max(initial=0) >= pages:  # a negative number, too
         place = tuple(int(x[0]) for x in np.nonzero((used < 0) | (used >= pages)))
         came = f"block_table[{', '.join(map(str, place))}] is {used[place]}"
-        raise ValueError(f"(): {came}; expected 0 to {pages - 1}, the pages of k")
+        raise ValueError(f"(): {came}; expected 0 to {pages - 1}, the pages of {name}")
     return used.astype(np.int32)

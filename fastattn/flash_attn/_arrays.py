@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.types import FLOAT32, Array
-from fastattn._args.values import WRITEABLE, flag, float_array, integers, is_ready, number
+from fastattn._args.values import CONTIGUOUS, WRITEABLE, flag, float_array, integers, is_ready, number
 from fastattn._engine import dispatch
 from fastattn.flash_attn._check import integer_array, raise_shape, require_shapes, same_kind, sides
 from fastattn.flash_attn._rotate import rows_of, tables_of, turned
@@ -59,7 +60,7 @@ def cached(
             raise_shape("k_cache", k_cache.shape, f"at least {batch} sequences, as q has")
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
     lengths = _lengths(cache_seqlens, batch, new, capacity, parts is not None)
-    causal = flag("causal", causal)
+    causal, interleaved = flag("causal", causal), flag("rotary_interleaved", interleaved)
     if cos is not None or sin is not None:
         if cos is None or sin is None or parts is None:
             missing = "rotary_cos" if cos is None else "rotary_sin" if sin is None else "k"
@@ -70,7 +71,6 @@ def cached(
         if steps < len_q:
             cos, sin = (np.broadcast_to(x, (*x.shape[:-2], len_q, x.shape[-1])) for x in rows)
             rows = cos, sin
-        interleaved = flag("rotary_interleaved", interleaved)
         q = turned("q", q, rows, interleaved)
         parts = turned("k", parts[0], rows_of(tables, lengths, new, *by), interleaved), parts[1]
 
@@ -99,9 +99,9 @@ def cached(
     if not compute:
         return out, None
     if parts is not None and new:
-        _require_writable("k_cache", keys, args.k)
-        _require_writable("v_cache", values, args.v)
-        if np.may_share_memory(k_cache, v_cache) and np.shares_memory(k_cache, v_cache):
+        _require_writable("k_cache", k_cache, args.k is keys)
+        _require_writable("v_cache", v_cache, args.v is values)
+        if np.may_share_memory(k_cache, v_cache) and _share(k_cache, v_cache):
             raise ValueError("(): k_cache and v_cache share memory; expected two caches")
         place = _places(lengths, new, batch, page, held, table, block_table is None)
         args.q = _apart(args.q, k_cache, v_cache)
@@ -115,14 +115,33 @@ def _apart(x: Array, *caches: Array) -> Array:
     return x.copy() if x.base is not None and any(np.may_share_memory(x, c) for c in caches) else x
 
 
-def _require_writable(name: str, cache: Array, read: Array) -> None:
+def _require_writable(name: str, cache: Array, is_read: bool) -> None:
     """Raise unless the kernel reads `cache` itself, and writing a row of it writes no other."""
-    own = 0 not in cache.strides or all(n < 2 or s for n, s in zip(cache.shape, cache.strides, strict=True))
-    own = own or not cache.size
-    if own and cache is read and cache.flags.num & WRITEABLE:
+    flags = cache.flags.num
+    apart = flags & CONTIGUOUS or _rows_apart(cache.shape, cache.strides, cache.itemsize)
+    if apart and is_read and flags & WRITEABLE:
         return
     why = "it is read-only, not contiguous along head_dim, or overlaps itself"
     raise ValueError(f"(): {name} cannot be written in place: {why}")
+
+
+@lru_cache(256)  # one cache is written in each step
+def _rows_apart(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether no element is at two indices: each stride is beyond all that smaller ones reach."""
+    end = itemsize
+    for stride, n in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride < end:
+            return 0 in shape
+        end += stride * (n - 1)
+    return True
+
+
+def _share(x: Array, y: Array) -> bool:
+    """Whether arrays share memory, or it takes too long to know: the time has no bound."""
+    try:
+        return np.shares_memory(x, y, max_work=10_000)  # type: ignore[arg-type] # any number
+    except RuntimeError:  # TooHardError
+        return True
 
 
 def _new_rows(k: Any, v: Any, q: Array, k_cache: Array, v_cache: Array) -> tuple[Array, Array] | None:

@@ -74,4 +74,4 @@ def sides(window: tuple[int, int] | None) -> tuple[int | None, int | None] | Non
 
 def softcap_of(softcap: Any) -> Any:
     """The option `softcap` of `fastattn.attention`, where 0 is none."""
-    return None if isinstance(softcap, (int, float, np.floating)) and not softcap else softcap
+    return None if isinstance(softcap, (int, float, np.number)) and not softcap else softcap

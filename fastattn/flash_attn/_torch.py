@@ -24,6 +24,8 @@ def attend_tensors(
     arrays: tuple[Any, ...], more: dict[str, Any], options: dict[str, Any], return_lse: bool
 ) -> tuple[Any, Any]:
     """Out and lse of `attend`, by the operators of attention where somebody looks on."""
+    if more.get("block_table") is not None and differentiates([*arrays, more["alibi_slopes"]]):
+        raise ValueError("(): block_table is given; expected none: pages have no gradients")
     seed = torch.randint(2**63 - 1, ()) if "dropout" in options else None
     if not _observed([*arrays, *more.values()]):
         given = {name: x if x is None else _array(x) for name, x in more.items()}
@@ -55,13 +57,16 @@ def cached_tensors(*given: Any) -> tuple[Any, Any]:
     if not traced():
         arrays = _arrays_of(tensors)
         out, lse = cached(*arrays, *options, num_threads())  # type: ignore[call-arg] # as many as it takes
+        if tensors[3] is not None:  # a backward pass that kept what has been written must not go on
+            torch.autograd.graph.increment_version(tensors[1:3])
         return tensor_of(out), None if lse is None else tensor_of(lse)
     scale, causal, window, softcap, interleaved, _ = options
     q, *others = [torch.full(given[0].shape[:1], x) if isinstance(x, int) else x for x in tensors]
-    return _cached_op(  # type: ignore[no-any-return]
-        q, *others, softmax_scale=scale, causal=causal, window_size=window or (-1, -1), softcap=softcap,
-        rotary_interleaved=interleaved,
-    )  # fmt: skip
+    with torch.no_grad():  # as in a call that is not compiled
+        return _cached_op(  # type: ignore[no-any-return]
+            q, *others, softmax_scale=scale, causal=causal, window_size=window or (-1, -1), softcap=softcap,
+            rotary_interleaved=interleaved,
+        )  # fmt: skip
 
 
 def _arrays_of(tensors: tuple[Any, ...]) -> list[Any]:

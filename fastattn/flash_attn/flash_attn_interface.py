@@ -8,7 +8,7 @@ from fastattn._args.attention import dropout_of
 from fastattn._args.errors import put_name
 from fastattn._args.names import show_public
 from fastattn._args.types import FLOAT32
-from fastattn._args.values import flag, number
+from fastattn._args.values import flag, integer, number
 from fastattn.flash_attn._arrays import attend, cached
 from fastattn.flash_attn._check import (
     is_tensor,
@@ -171,6 +171,8 @@ def flash_attn_with_kvcache(
     array([0., 1.], dtype=float32)
     """
     try:
+        if type(num_splits) is not int or num_splits < 0:
+            integer("num_splits", num_splits, 0)
         run = of_tensors().cached_tensors if is_tensor(q) else cached
         out, lse = run(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,

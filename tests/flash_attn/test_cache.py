@@ -176,6 +176,30 @@ def test_nothing_is_something_to_write():
     assert not out.any()
 
 
+def test_caches_in_one_array_that_are_apart():
+    q, k_cache, v_cache, k, v = cache_of()
+    both = np.stack([k_cache, v_cache], 2)
+    expected = fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=[5, 7])
+    found = fa.flash_attn_with_kvcache(q, both[:, :, 0], both[:, :, 1], k, v, cache_seqlens=[5, 7])
+    assert_same_bits([found], [expected])
+    np.testing.assert_array_equal(both, np.stack([k_cache, v_cache], 2))
+
+
+@pytest.mark.parametrize("lengths", [3, [3, 3], [3, 4]], ids=str)
+def test_views_of_the_cache_are_read_before_it_is_written(lengths):
+    _, k_cache, v_cache, *_ = cache_of()
+    for turn in (1, -1):
+        results = []
+        for own in (True, False):
+            caches = k_cache.copy(), v_cache.copy()
+            for a, b in (caches, caches[::-1]):
+                given = a[:, 3:5], a[:, 2:4][:, ::turn], a[:, 4:6]
+                q, k, v = (x.copy() if own else x for x in given)
+                results.append([fa.flash_attn_with_kvcache(q, a, b, k, v, cache_seqlens=lengths)])
+            results[-1] += caches
+        assert_same_bits(results[0] + results[1], results[2] + results[3])
+
+
 NAMES = dict(zip(["q", "kc", "vc", "k", "v"], cache_of(), strict=True))
 NAMES |= {"w": fa.flash_attn_with_kvcache, "np": np, "t": np.ones((64, 8), np.float32)}
 NAMES |= {"pk": NAMES["kc"].reshape(8, 16, 2, 16), "pv": NAMES["vc"].reshape(8, 16, 2, 16)}
@@ -184,6 +208,10 @@ READ_ONLY.flags.writeable = False
 NAMES["k20"] = NAMES["k"].repeat(20, 1)
 NAMES |= {"fixed": READ_ONLY, "one": np.broadcast_to(NAMES["kc"][:1], NAMES["kc"].shape).copy()}
 NAMES["one"] = np.lib.stride_tricks.as_strided(NAMES["one"], strides=(0, *NAMES["one"].strides[1:]))
+
+# Rows, and pages, that begin in the middle of the one before.
+NAMES["over"] = np.lib.stride_tricks.as_strided(NAMES["kc"].copy(), (2, 64, 2, 16), (4096, 64, 64, 4))
+NAMES["pover"] = np.lib.stride_tricks.as_strided(NAMES["vc"].copy(), (8, 16, 2, 16), (1024, 128, 64, 4))
 
 
 @refused(r"""
@@ -206,6 +234,15 @@ w(q, kc, vc, k, v[..., :9], cache_seqlens=3)
 w(q, kc, vc, k.astype(int), v, cache_seqlens=3) -> TypeError: k has dtype int64
 w(q, kc[:1], vc[:1])
     -> ValueError: k_cache has shape \(1, 64, 2, 16\); expected at least 2 sequences, as q has
+w(q, kc, vc[:1], k, v, cache_seqlens=3) -> ValueError: v_cache has shape .*; expected 2 in
+w(q[:1], kc[:1], vc) -> ValueError: v_cache has shape .*; expected 1 in the first axis, as k_cache
+w(q, kc, kc[::-1], k, v, cache_seqlens=3) -> ValueError: k_cache and v_cache share memory
+w(q, over, vc, k, v, cache_seqlens=3) -> ValueError: k_cache cannot be written in place: .*overlaps itself
+w(q, pk, pover, k, v, block_table=[[0], [1]], cache_seqlens=3)
+    -> ValueError: v_cache cannot be written in place: .*overlaps itself
+w(q, kc, vc, rotary_interleaved="no") -> TypeError: rotary_interleaved is 'no'
+w(q, kc, vc, num_splits="x") -> TypeError: num_splits is 'x'; expected an integer
+w(q, kc, vc, num_splits=-1) -> ValueError: num_splits is -1; expected at least 0
 w(q, kc[0], vc) -> ValueError: k_cache has shape \(64, 2, 16\); expected \(batch, length, heads, head_dim\)
 w(q, kc, vc[:, 1:]) -> ValueError: v_cache has a length of 63
 w(q.astype(np.float64), kc, vc) -> TypeError: q, k_cache and v_cache have dtypes float64
@@ -239,7 +276,7 @@ w(q, pk, pv, block_table=[[0.0], [1.0]])
 w(q, pk, pv, block_table=[0, 1])
     -> ValueError: block_table has shape \(2,\); expected \(2, pages of a sequence\)
 w(q, pk, pv, block_table=[[0, 8], [1, 2]], cache_seqlens=[20, 3])
-    -> ValueError: block_table\[0, 1\] is 8; expected 0 to 7
+    -> ValueError: block_table\[0, 1\] is 8; expected 0 to 7, the pages of k_cache$
 w(q, pk, pv, block_table=[[0, -1], [1, 2]], cache_seqlens=[20, 3]) -> ValueError: block_table\[0, 1\] is -1
 w(q, pk, pv, k, v, block_table=[[0, 9], [1, 2]], cache_seqlens=16)
     -> ValueError: block_table.* 9; expected 0 to 7

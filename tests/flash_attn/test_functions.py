@@ -172,6 +172,11 @@ def test_dropout_is_drawn_from_numpys_generator():
     assert abs(first.sum(-1).mean() - 1) < 0.01
 
 
+def test_a_softcap_of_any_zero_is_none():
+    for zero in (0, np.float32(0), np.int64(0)):
+        assert_same_bits([fa.flash_attn_func(X, X, X, softcap=zero)], [fa.flash_attn_func(X, X, X)])
+
+
 X = np.ones((2, 5, 4, 8), np.float32)
 TOKENS, BEGINS = X.reshape(10, 4, 8), np.array([0, 4, 10])
 VARLEN = "fa.flash_attn_varlen_func(t, t, t, "
@@ -189,7 +194,10 @@ fa.flash_attn_func(x, x.astype(np.float16), x) -> TypeError: ^flash_attn_func\(\
 fa.flash_attn_func(x, x[:1].repeat(3, 0), x)
     -> ValueError: ^flash_attn_func\(\): v has shape .*; expected 3 in the first axis, as k has
 fa.flash_attn_func(x, x[:1], x[:1]) -> ValueError: ^flash_attn_func\(\): k has shape .*; expected a batch of
-fa.flash_attn_func(x, x, x, dropout_p=None) -> TypeError: ^flash_attn_func\(\): dropout_p is None
+fa.flash_attn_kvpacked_func(x, z.astype(np.float16).astype(int))
+    -> TypeError: ^flash_attn_kvpacked_func\(\): k has dtype int64
+fa.flash_attn_func(x, x, x, dropout_p=None)
+    -> TypeError: ^flash_attn_func\(\): dropout_p is None; expected a real
 fa.flash_attn_func(x, x, x, dropout_p=1.0)
     -> ValueError: ^flash_attn_func\(\): dropout_p is 1.0; expected at least 0
 fa.flash_attn_func(x, x, x, dropout_p="a") -> TypeError: ^flash_attn_func\(\): dropout_p is 'a'
@@ -223,4 +231,4 @@ fa.flash_attn_varlen_func(t, x, x, b, b, block_table=[[-1, 9], [1, 0]])
     -> ValueError: block_table\[0, 0\] is -1
 """)  # fmt: skip
 def test_errors_name_the_argument(code, error):
-    assert_refused(code, error, fa=fa, x=X, t=TOKENS, b=BEGINS)
+    assert_refused(code, error, fa=fa, x=X, z=X[:, :, None].repeat(2, 2), t=TOKENS, b=BEGINS)

@@ -106,6 +106,8 @@ r.apply_rotary_emb(x.astype(int), t, t) -> TypeError: x has dtype int64
 r.apply_rotary_emb(x, t, t[:3]) -> ValueError: sin has shape \(3, 4\); expected \(9, 4\), as cos
 r.apply_rotary_emb(x, t, t, interleaved=2) -> TypeError: interleaved is 2
 r.apply_rotary_emb_qkv_(x, t, t) -> ValueError: ^apply_rotary_emb_qkv_\(\): qkv has shape \(2, 5, 4, 8\)
+r.apply_rotary_emb_qkv_(x[:, :, None].repeat(3, 2), t, t, t[:4], t[:4])
+    -> ValueError: cos_k has shape .*; expected \(9, 4\), as cos
 r.apply_rotary_emb_kv_(x, t, t) -> ValueError: ^apply_rotary_emb_kv_\(\): kv has shape
 b.unpad_input(x, x[:, 1:, 0, 0])
     -> ValueError: ^unpad_input\(\): attention_mask has shape \(2, 4\); expected \(2, 5\)

@@ -145,13 +145,14 @@ def test_pages_have_no_gradients():
     pages = [torch.randn(3, 16, 2, 16) for _ in range(2)]
     table = torch.tensor([[2], [0], [1]], dtype=torch.int32)
     q = torch.randn(9, 4, 16, requires_grad=True)
+    with pytest.raises(ValueError, match=r"^flash_attn_varlen_func.*: pages have no gradients"):
+        fa.flash_attn_varlen_func(q, *pages, BEGINS_Q, BEGINS_K, 6, 13, block_table=table, causal=True)
+    q = q.detach()
     out = fa.flash_attn_varlen_func(q, *pages, BEGINS_Q, BEGINS_K, 6, 13, block_table=table, causal=True)
     rows = [pages[0][p, : int(n)] for p, n in zip(table[:, 0], BEGINS_K.diff(), strict=True)]
     values = [pages[1][p, : int(n)] for p, n in zip(table[:, 0], BEGINS_K.diff(), strict=True)]
     whole = fa.flash_attn_varlen_func(q, torch.cat(rows), torch.cat(values), BEGINS_Q, BEGINS_K, causal=True)
     assert torch.equal(out, whole)
-    with pytest.raises(ValueError, match="block_table is given; expected none: pages have no gradients"):
-        out.sum().backward()
 
 
 def cache_call(dtype=torch.float32, paged=False):
@@ -187,6 +188,17 @@ def test_a_cache_has_the_bits_of_arrays(paged):
         np.testing.assert_array_equal(x, y)
     for name in ("k_cache", "v_cache"):
         np.testing.assert_array_equal(given[name], copies[name])
+
+
+def test_a_cache_has_no_gradients_and_is_written_by_versions():
+    for compiled in (False, True):
+        given = cache_call()
+        given["q"].requires_grad_()
+        run = fa.flash_attn_with_kvcache
+        run = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+        before = given["k_cache"]._version
+        assert not run(**given).requires_grad
+        assert given["k_cache"]._version > before
 
 
 def test_a_cache_of_bfloat16():

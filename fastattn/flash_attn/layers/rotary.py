@@ -58,11 +58,12 @@ def apply_rotary_emb_qkv_(
         expected = "(batch, length, 3, heads, head_dim), or with num_heads_q (batch, length, heads, head_dim)"
         raise_shape("qkv", qkv.shape, expected)
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    for name, table in (("cos_k", cos_k), ("sin_k", sin_k)):  # before anything is turned
+    for name, table in (("cos_k", cos_k), ("sin_k", sin_k)):
         if table.shape != cos.shape:
             raise_shape(name, table.shape, f"{tuple(cos.shape)}, as cos")
-    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
-    apply_rotary_emb(k, cos_k, sin_k, interleaved, True, seqlen_offsets)
+    turned_q = apply_rotary_emb(q, cos, sin, interleaved, False, seqlen_offsets)
+    turned_k = apply_rotary_emb(k, cos_k, sin_k, interleaved, False, seqlen_offsets)
+    q[...], k[...] = turned_q, turned_k  # after all checks
     return qkv
 
 
