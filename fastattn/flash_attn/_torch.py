@@ -54,7 +54,7 @@ def _observed(tensors: list[Any]) -> bool:
 def cached_tensors(*given: Any) -> tuple[Any, Any]:
     """Out and lse of `flash_attn_with_kvcache`."""
     tensors, options = given[:_COUNT], given[_COUNT:]
-    if not traced():
+    if not (traced() or given[0].is_meta):
         arrays = _arrays_of(tensors)
         out, lse = cached(*arrays, *options, num_threads())  # type: ignore[call-arg] # as many as it takes
         if tensors[3] is not None:  # a backward pass that kept what has been written must not go on

@@ -236,6 +236,7 @@ def test_opcheck_of_the_cache(paged):
     call = cache_call(paged=paged)
     meta = {name: x.to("meta") for name, x in call.items()}
     assert with_cache(**meta)[0].shape == (2, 3, 4, 16)
+    assert fa.flash_attn_with_kvcache(**meta).shape == (2, 3, 4, 16)
     with pytest.raises(ValueError, match=r"^flash_attn_with_kvcache\(\): v has shape \(2, 2, 2, 16\)"):
         with_cache(**{**meta, "v": meta["v"][:, 1:]})
 
