@@ -1,6 +1,6 @@
 """The suites of the bench, by name: ``python -m bench`` runs them from a checkout."""
 
-from bench import attention, embeddings, hybrids, layers, models, optimize, search, training, variants
+from bench import attention, embeddings, flash, hybrids, layers, models, optimize, search, training, variants
 
 SUITES = {
     "attention": attention.SUITE,
@@ -12,4 +12,5 @@ SUITES = {
     "variants": variants.SUITE,
     "training": training.SUITE,
     "optimize": optimize.SUITE,
+    "flash": flash.SUITE,
 }

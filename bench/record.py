@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import fastattn
 from bench import SUITES
+from bench.flash import MODS
 from bench.search import DTYPES as SEARCHED
 from bench.suite import Request, run
 from fastattn._bench import report
@@ -85,6 +86,17 @@ PAGE: dict[str, tuple[Part, ...]] = {
             "steps": ("step characters 16,6,256,256,64", "step GPT-2 4,12,256,256,64"),
         }),
         Part("training", "bfloat16", {"no mask": ("backward plain 1,8,2048,2048,64",)}),
+    ),
+    "flash": (
+        *(Part("flash", dtype, {
+            "flash_attn_func": ("1,8,512,512,64", "1,8,2048,2048,64"),
+            "flash_attn_func causal": ("1,8,512,512,64",),
+        }) for dtype in ("float32", "bfloat16")),
+        Part("flash", "float32", {
+            "flex_attention": tuple(f"{mod} 1,8,2048,2048,64" for mod in MODS),
+            "MiniLM": (f"{_ARRIVAL}, packed",),
+            "generate_batch": ("16 prompts of 64 to 511 tokens, 32 new",),
+        }),
     ),
     "masks": (
         Part("attention", "float32", _structures(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -72,17 +73,17 @@ def _require_writable(out: Any, shape: Shape, dtype: np.dtype[Any], like: str, c
         fault = "has elements not aligned to their size; expected an aligned array"
     elif out.size and shape[-1] > 1 and out.strides[-1] != out.itemsize:
         fault = f"has strides {out.strides}; expected its last axis to be contiguous"
-    elif out.size and _overlaps_itself(out):
+    elif out.size and overlaps_itself(shape, out.strides, out.itemsize):
         fault = f"has strides {out.strides} for shape {shape}; expected no two elements to overlap"
     if fault:
         raise ValueError(f"(): {called} {fault}")
 
 
-def _overlaps_itself(array: Array) -> bool:
-    """Whether elements of `array` may overlap: a stride is less than the span of all smaller strides."""
-    span = array.itemsize
-    axes = [(abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1]
-    for stride, n in sorted(axes):
+@lru_cache(256)  # one cache is written in each step
+def overlaps_itself(shape: Shape, strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether elements of an array may overlap: a stride is less than the span of all smaller strides."""
+    span = itemsize
+    for stride, n in sorted((abs(stride), n) for stride, n in zip(strides, shape, strict=True) if n > 1):
         if stride < span:
             return True
         span += stride * (n - 1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape, wrong_type
+from fastattn._args.results import overlaps_itself, require_apart
 from fastattn._args.types import FLOAT32, Array
 from fastattn._args.values import CONTIGUOUS, WRITEABLE, flag, float_array, integers, is_ready, number
 from fastattn._engine import dispatch
@@ -101,8 +101,7 @@ def cached(
     if parts is not None and new:
         _require_writable("k_cache", k_cache, args.k is keys)
         _require_writable("v_cache", v_cache, args.v is values)
-        if np.may_share_memory(k_cache, v_cache) and _share(k_cache, v_cache):
-            raise ValueError("(): k_cache and v_cache share memory; expected two caches")
+        require_apart([("k_cache", k_cache), ("v_cache", v_cache)])
         place = _places(lengths, new, batch, page, held, table, block_table is None)
         args.q = _apart(args.q, k_cache, v_cache)
         k_cache[place], v_cache[place] = [_apart(x, k_cache, v_cache) for x in parts]
@@ -118,30 +117,11 @@ def _apart(x: Array, *caches: Array) -> Array:
 def _require_writable(name: str, cache: Array, is_read: bool) -> None:
     """Raise unless the kernel reads `cache` itself, and writing a row of it writes no other."""
     flags = cache.flags.num
-    apart = flags & CONTIGUOUS or _rows_apart(cache.shape, cache.strides, cache.itemsize)
+    apart = flags & CONTIGUOUS or not overlaps_itself(cache.shape, cache.strides, cache.itemsize)
     if apart and is_read and flags & WRITEABLE:
         return
     why = "it is read-only, not contiguous along head_dim, or overlaps itself"
     raise ValueError(f"(): {name} cannot be written in place: {why}")
-
-
-@lru_cache(256)  # one cache is written in each step
-def _rows_apart(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether no element is at two indices: each stride is beyond all that smaller ones reach."""
-    end = itemsize
-    for stride, n in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
-        if stride < end:
-            return 0 in shape
-        end += stride * (n - 1)
-    return True
-
-
-def _share(x: Array, y: Array) -> bool:
-    """Whether arrays share memory, or it takes too long to know: the time has no bound."""
-    try:
-        return np.shares_memory(x, y, max_work=10_000)  # type: ignore[arg-type] # any number
-    except RuntimeError:  # TooHardError
-        return True
 
 
 def _new_rows(k: Any, v: Any, q: Array, k_cache: Array, v_cache: Array) -> tuple[Array, Array] | None:

@@ -13,9 +13,11 @@ import fastattn
 from bench import __main__ as command
 from bench import embeddings as embeddings_suite
 from bench import files
+from bench import flash as flash_suite
 from bench import models as models_suite
 from bench.attention import SIGMOID, MaskedProblem
-from bench.embeddings import TextProblem
+from bench.embeddings import ARRIVAL, TextProblem, several
+from bench.flash import FlashProblem, FlexProblem, GenerateProblem, PackedProblem, PromptShape
 from bench.hybrids import VARIANTS as HYBRIDS
 from bench.hybrids import HybridProblem
 from bench.layers import LayerProblem, LayerShape
@@ -229,6 +231,24 @@ def test_operators_of_torch(measured):
     (row,) = measured("optimize", sections)["rows"]
     assert set(row["engines"]) == {"fastattn", "operator", "inference", "learning"}
     assert all(answer["seconds"] > 0 and answer["error"] < 1e-5 for answer in row["engines"].values())
+
+
+def test_programs_of_torch(measured, monkeypatch, tmp_path):
+    pytest.importorskip("sentence_transformers")
+    if not fastattn.show_config()["isas_available"]:
+        pytest.skip("of compiled kernels, and there are none")
+    monkeypatch.setattr("bench.flash.LLAMA", {**flash_suite.LLAMA, **TINY_LLAMA, "num_hidden_layers": 1})
+    prompts = PromptShape("prompts", 2, 3, 5, 2)
+    sections = {
+        "functions": [FlashProblem(SMALL, mask, "float32", 3) for mask in ("plain", "causal")],
+        "masks": [FlexProblem(SMALL, mask, "float32", 3) for mask in flash_suite.MODS],
+        "texts": [PackedProblem(several(ARRIVAL, 3), "plain", "float32", 3, str(tmp_path))],
+        "prompts": [GenerateProblem(prompts, "plain", "float32", 3)],
+    }
+    rows = measured("flash", sections)["rows"]
+    assert [{name for name, x in row["engines"].items() if "seconds" in x} for row in rows] == [
+        {"fastattn", "padded"} if row["section"] == "texts" else {"fastattn"} for row in rows
+    ]
 
 
 def test_the_first_minute_ends_in_words(measured):

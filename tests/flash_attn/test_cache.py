@@ -236,7 +236,7 @@ w(q, kc[:1], vc[:1])
     -> ValueError: k_cache has shape \(1, 64, 2, 16\); expected at least 2 sequences, as q has
 w(q, kc, vc[:1], k, v, cache_seqlens=3) -> ValueError: v_cache has shape .*; expected 2 in
 w(q[:1], kc[:1], vc) -> ValueError: v_cache has shape .*; expected 1 in the first axis, as k_cache
-w(q, kc, kc[::-1], k, v, cache_seqlens=3) -> ValueError: k_cache and v_cache share memory
+w(q, kc, kc[::-1], k, v, cache_seqlens=3) -> ValueError: v_cache shares memory with k_cache
 w(q, over, vc, k, v, cache_seqlens=3) -> ValueError: k_cache cannot be written in place: .*overlaps itself
 w(q, pk, pover, k, v, block_table=[[0], [1]], cache_seqlens=3)
     -> ValueError: v_cache cannot be written in place: .*overlaps itself
@@ -268,7 +268,7 @@ w(q, kc, vc, k, v, cache_seqlens=3, cache_batch_idx=[1, 1])
 w(q, kc, vc, cache_batch_idx=[1, 1], block_table=[[0], [1]])
     -> ValueError: cache_batch_idx and block_table are given
 w(q, kc, vc, cache_leftpad=[1]) -> ValueError: cache_leftpad has shape \(1,\); expected \(2,\)
-w(q, kc, kc, k, v, cache_seqlens=3) -> ValueError: k_cache and v_cache share memory; expected two caches
+w(q, kc, kc, k, v, cache_seqlens=3) -> ValueError: v_cache shares memory with k_cache
 w(q, kc, vc[:1], k, v, cache_seqlens=3) -> ValueError: v_cache has shape .*; expected . in the first axis
 w(q, kc, vc, cache_leftpad=[1, -1]) -> ValueError: cache_leftpad has -1
 w(q, pk, pv, block_table=[[0.0], [1.0]])
