@@ -100,7 +100,9 @@ def write_experts(writer, name, x, stored, seed):
         return x
     count, n_in, n_out = x.shape
     kind = gguf.GGMLQuantizationType[stored]
-    data = random_blocks(stored, count * n_out, n_in, seed).reshape(count, n_out, -1)
+    data = np.float32(x).swapaxes(1, 2)
+    if stored != "F32":
+        data = random_blocks(stored, count * n_out, n_in, seed).reshape(count, n_out, -1)
     for i, part in enumerate(maps):
         rows = np.ascontiguousarray(data[:, i :: len(maps)])
         writer.add_tensor(f"{block}.ffn_{part}_exps.weight", rows, raw_dtype=kind)
