@@ -204,9 +204,9 @@ static void conv_run(const fa_conv_args *a, int64_t begin, int64_t end, void *sc
             for (int64_t i = 0; i < tokens; i += CONV_ROWS) {
                 conv_rows(s.of_inputs, tokens - i, s.inputs + i, a->width, s.taps, s.bias, n, s.sums);
                 for (int64_t r = 0; r < smaller(CONV_ROWS, tokens - i); r++) {
-                    activate_row_of(NULL, a->activation, s.sums + r * CONV_PIECE, round_up(n, LANES));
-                    store_row(a->x.dtype, s.sums + r * CONV_PIECE, n, 1,
-                              at(&a->out, p.sequence, 0, p.begin + i + r, 0) + offset);
+                    lane *sums = s.sums + r * CONV_PIECE;
+                    activate_row_of(NULL, a->activation, sums, sums, round_up(n, LANES));
+                    store_row(a->x.dtype, sums, n, 1, at(&a->out, p.sequence, 0, p.begin + i + r, 0) + offset);
                 }
             }
             t += tokens;

@@ -1,5 +1,5 @@
-/* Row by row: norms, softmax, activations. A row x (+ residual) is widened to lanes in scratch, where it stays in the
- * first-level cache for the passes over it, and is written once.
+/* Row by row: norms, softmax, activations. A row of whole vectors of lanes is read and written where it lies; any other
+ * row, and x + residual, is widened to lanes in scratch. It stays in the first-level cache for the passes over it.
  *
  * Literals  squares: 0, 1. activation: any fa_activation.
  * Exports   ROW_ASKS, EACH_BLOCK, row_sum_of, activate_row_of, times_row, up_offset; rows_scratch_bytes, rows_run. */
@@ -37,8 +37,8 @@ INLINE lane row_sum_of(const fa_watch *watch, int squares, const lane *x, int64_
     return total;
 }
 
-/* x = (x - mean) / sqrt(variance + eps) weight + bias, with mean = 0 for FA_RMS_NORM. */
-INLINE void norm_row(const fa_rows_args *a, lane *x)
+/* y = (x - mean) / sqrt(variance + eps) weight + bias, with mean = 0 for FA_RMS_NORM. y may be x, here and below. */
+INLINE void norm_row(const fa_rows_args *a, const lane *x, lane *y)
 {
     const lane *weight = (const lane *)a->weight, *bias = (const lane *)a->bias;
     const int64_t n = a->n;
@@ -46,15 +46,15 @@ INLINE void norm_row(const fa_rows_args *a, lane *x)
     const lane factor = 1 / LANE_SQRT(row_sum_of(a->watch, 1, x, n, mean) / (lane)n + (lane)a->eps);
     EACH_BLOCK(a->watch, n, begin, end)
         for (int64_t j = begin; j < end; j += LANES) {
-            v_t y = (v_load_part(x + j, n - j) - v_splat(mean)) * v_splat(factor);
-            if (weight) y = y * v_load_part(weight + j, n - j);
-            if (bias) y = y + v_load_part(bias + j, n - j);
-            v_store_part(x + j, y, n - j);
+            v_t to = (v_load_part(x + j, n - j) - v_splat(mean)) * v_splat(factor);
+            if (weight) to = to * v_load_part(weight + j, n - j);
+            if (bias) to = to + v_load_part(bias + j, n - j);
+            v_store_part(y + j, to, n - j);
         }
 }
 
-/* x = softmax(x); a row of nothing but -inf becomes 0. The last vector is filled up with -inf. */
-INLINE void softmax_row(const fa_watch *watch, lane *x, int64_t n)
+/* y = softmax(x); a row of nothing but -inf becomes 0. The last vector is filled up with -inf. */
+INLINE void softmax_row(const fa_watch *watch, const lane *x, lane *y, int64_t n)
 {
     v_t max = v_splat(-INFINITY), sum = v_splat(0);
     EACH_BLOCK(watch, n, begin, end)
@@ -65,28 +65,29 @@ INLINE void softmax_row(const fa_watch *watch, lane *x, int64_t n)
         for (int64_t j = begin; j < end; j += LANES) {
             const v_t power = v_exp(v_load(x + j) - base);
             sum += power;
-            v_store(x + j, power);
+            v_store(y + j, power);
         }
     const lane row_sum = v_sum(sum);
     const v_t factor = v_splat(row_sum == 0 ? 0 : 1 / row_sum);
     EACH_BLOCK(watch, n, begin, end)
-        for (int64_t j = begin; j < end; j += LANES) v_store(x + j, v_load(x + j) * factor);
+        for (int64_t j = begin; j < end; j += LANES) v_store(y + j, v_load(y + j) * factor);
 }
 
-INLINE void activate_row(const fa_watch *watch, fa_activation activation, lane *x, int64_t n)
+INLINE void activate_row(const fa_watch *watch, fa_activation activation, const lane *x, lane *y, int64_t n)
 {
     EACH_BLOCK(watch, n, begin, end)
-        for (int64_t j = begin; j < end; j += LANES) v_store(x + j, v_activate(activation, LANE_DTYPE, v_load(x + j)));
+        for (int64_t j = begin; j < end; j += LANES) v_store(y + j, v_activate(activation, LANE_DTYPE, v_load(x + j)));
 }
 
-/* x = activation(x), whole vectors. */
-static void activate_row_of(const fa_watch *watch, fa_activation activation, lane *x, int64_t n)
+/* y = activation(x), whole vectors. */
+static void activate_row_of(const fa_watch *watch, fa_activation activation, const lane *x, lane *y, int64_t n)
 {
     switch (activation) {
 #define FA_ACTIVATION(constant, name, formula, slope)                                                                  \
-    case constant: activate_row(watch, constant, x, n); break;
+    case constant: activate_row(watch, constant, x, y, n); break;
 #include "activations.inc"
-    default: break;
+    default:
+        if (y != x) memcpy(y, x, n * sizeof(lane));
     }
 }
 
@@ -111,7 +112,7 @@ static void times_up(const fa_rows_args *a, int64_t r, int activated, lane *x)
     lane *up = x + padded;
     v_store(up + padded - LANES, v_splat(0));
     EACH_BLOCK(a->watch, a->n, j, stop) load_row(a->dtype, from + j * size, stop - j, 1, up + j);
-    if (activated) activate_row_of(a->watch, a->activation, up, padded);
+    if (activated) activate_row_of(a->watch, a->activation, up, up, padded);
     times_row(a->watch, x, up, padded);
 }
 
@@ -121,27 +122,32 @@ static int64_t rows_scratch_bytes(int64_t n) { return 2 * (round_up(n, LANES) * 
 static void rows_run(const fa_rows_args *a, int64_t begin, int64_t end, void *scratch)
 {
     const int64_t n = a->n, padded = round_up(n, LANES), size = dtype_size(a->dtype);
-    lane *x = scratch;
+    const int writes = a->dtype == LANE_DTYPE && padded == n && !a->up, reads = writes && !a->residual && !a->total;
+    lane *row = scratch;
     if (!n) return;
     for (int64_t r = begin; r < end; r++) {
-        if (padded != n) v_store(x + padded - LANES, v_splat(a->kind == FA_SOFTMAX ? -INFINITY : 0));
-        EACH_BLOCK(a->watch, n, j, stop) {
+        const char *from = a->x + r * a->x_row;
+        char *to = a->out + r * a->out_row;
+        const lane *x = reads ? (const lane *)from : row;
+        lane *y = writes ? (lane *)to : row;
+        if (padded != n) v_store(row + padded - LANES, v_splat(a->kind == FA_SOFTMAX ? -INFINITY : 0));
+        EACH_BLOCK(a->watch, reads ? 0 : n, j, stop) {
             const int64_t offset = j * size, count = stop - j;
-            load_row(a->dtype, a->x + r * a->x_row + offset, count, 1, x + j);
-            if (a->residual) add_row(a->dtype, a->residual + r * a->residual_row + offset, count, x + j);
-            if (a->total) store_row(a->dtype, x + j, count, 1, a->total + r * a->total_row + offset);
+            load_row(a->dtype, from + offset, count, 1, row + j);
+            if (a->residual) add_row(a->dtype, a->residual + r * a->residual_row + offset, count, row + j);
+            if (a->total) store_row(a->dtype, row + j, count, 1, a->total + r * a->total_row + offset);
         }
         switch (a->kind) {
-        case FA_SOFTMAX: softmax_row(a->watch, x, n); break;
+        case FA_SOFTMAX: softmax_row(a->watch, x, y, n); break;
         case FA_ACTIVATE:
-            activate_row_of(a->watch, a->activation, x, padded);
-            if (a->up) times_up(a, r, 0, x);
+            activate_row_of(a->watch, a->activation, x, y, padded);
+            if (a->up) times_up(a, r, 0, row);
             break;
         default:
-            if (a->up && a->gate_first) times_up(a, r, 1, x);
-            norm_row(a, x);
-            if (a->up && !a->gate_first) times_up(a, r, 1, x);
+            if (a->up && a->gate_first) times_up(a, r, 1, row);
+            norm_row(a, x, y);
+            if (a->up && !a->gate_first) times_up(a, r, 1, row);
         }
-        EACH_BLOCK(a->watch, n, j, stop) store_row(a->dtype, x + j, stop - j, 1, a->out + r * a->out_row + j * size);
+        EACH_BLOCK(a->watch, writes ? 0 : n, j, stop) store_row(a->dtype, row + j, stop - j, 1, to + j * size);
     }
 }

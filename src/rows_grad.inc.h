@@ -128,7 +128,7 @@ static void gated_grad_row(const fa_rows_grad_args *a, int64_t r, lane *x, lane 
     load_row(a->dtype, a->up + up_offset(r, a->up_each, a->up_row, n * size), n, 1, up);
     if (a->gate_first) {
         memcpy(z, up, padded * sizeof(lane));
-        activate_row_of(a->watch, a->activation, z, padded);
+        activate_row_of(a->watch, a->activation, z, z, padded);
         times_row(a->watch, z, x, padded);
         norm_grad_row(a, r, z, dout, sums);
     }
