@@ -45,6 +45,7 @@ def varlen_args(
     if len(begins_q) != len(begins_k):
         came = f"cu_seqlens_q is of {len(begins_q) - 1} sequences and cu_seqlens_k of {len(begins_k) - 1}"
         raise ValueError(f"(): {came}; expected the same number")
+    lengths_q, lengths_k = begins_q[1:] - begins_q[:-1], begins_k[1:] - begins_k[:-1]  # faster than np.diff
     _require_shapes(arrays)
     of_heads = [(name, options.pop(name)) for name in ARRAYS_OF_HEADS if name in options]
     causal = flag("causal", causal)
@@ -57,7 +58,7 @@ def varlen_args(
     if block_table is not None:
         shapes = by_head["k"].shape, by_head["v"].shape
         table = page_table(block_table, *shapes, (len(begins_k) - 1,))
-        longest, room = np.diff(begins_k).max(initial=0), table.shape[-1] * shapes[0][2]
+        longest, room = lengths_k.max(initial=0), table.shape[-1] * shapes[0][2]
         if longest > room:
             came = f"block_table has room for {room} keys of a sequence"
             raise ValueError(f"(): {came}; expected at least {longest}, the most of cu_seqlens_k")
@@ -77,7 +78,7 @@ def varlen_args(
 
     n_sequences, copies, lane = len(begins_q) - 1, list(args.copies), lane_dtype(args.q.dtype)
     args.batch_shape, args.begins = (n_sequences,), (begins_q, begins_k)
-    offset = np.diff(begins_k) - np.diff(begins_q)  # the last query is at the last key
+    offset = lengths_k - lengths_q  # the last query is at the last key
     heads = (n_sequences, args.heads_q)
     for name, x in of_heads:
         if x is not None:
@@ -86,12 +87,12 @@ def varlen_args(
         args.q_position = offset
     args.copies = tuple(copies)
     if causal or left is not None or right is not None:
-        sequence = np.repeat(np.arange(n_sequences), np.diff(begins_q))  # of each query
+        sequence = np.repeat(np.arange(n_sequences), lengths_q)  # of each query
         position = np.arange(args.len_q) + (offset - begins_q[:-1])[sequence]
         ranges = [key_ranges.window(position, left, right)]
         if causal:
             ranges.append(key_ranges.causal(position))
-        args.row_begin, args.row_end = key_ranges.intersect(ranges, np.diff(begins_k)[sequence])
+        args.row_begin, args.row_end = key_ranges.intersect(ranges, lengths_k[sequence])
     if table is not None:
         args.block_table, args.len_k = _read_pages(args, table, begins_q, begins_k), int(begins_k[-1])
     return args

@@ -46,7 +46,7 @@ cdef class _Sequences:
         self.kept = q, k
         if not (_fit(self.q, count, rows_q) and _fit(self.k, count, rows_k)):
             raise ValueError(f"fastattn: begins of sequences do not fit {rows_q} queries and {rows_k} keys")
-        order = np.argsort(-np.diff(q) * np.diff(k), kind="stable")
+        order = np.argsort((q[:count - 1] - q[1:]) * (k[1:] - k[:count - 1]), kind="stable")  # faster than np.diff
         self.jobs = <Job *>PyMem_RawMalloc(count * sizeof(Job))
         if self.jobs == NULL:
             raise MemoryError(f"fastattn: no memory for the plans of {self.count} sequences")
