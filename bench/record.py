@@ -42,6 +42,10 @@ def _structures(*names: str) -> dict[str, tuple[str, ...]]:
     return {f"structural mask, {name}": ("1,4,4096,4096,64",) for name in names}
 
 
+_FLASH = {
+    "flash_attn_func": ("1,8,512,512,64", "1,8,2048,2048,64"),
+    "flash_attn_func causal": ("1,8,512,512,64",),
+}
 _INT8, _REST = ", int8 inputs", ", int8 inputs, rest in bfloat16"
 _MINILM = "MiniLM 1,16", "MiniLM 1,128", "MiniLM 32,128"
 _ARRIVAL, _ONE = "512 texts in order of arrival", "one short text"
@@ -88,11 +92,8 @@ PAGE: dict[str, tuple[Part, ...]] = {
         Part("training", "bfloat16", {"no mask": ("backward plain 1,8,2048,2048,64",)}),
     ),
     "flash": (
-        *(Part("flash", dtype, {
-            "flash_attn_func": ("1,8,512,512,64", "1,8,2048,2048,64"),
-            "flash_attn_func causal": ("1,8,512,512,64",),
-        }) for dtype in ("float32", "bfloat16")),
-        Part("flash", "float32", {
+        Part("flash", "bfloat16", _FLASH),
+        Part("flash", "float32", _FLASH | {
             "flex_attention": tuple(f"{mod} 1,8,2048,2048,64" for mod in MODS),
             "MiniLM": (f"{_ARRIVAL}, packed",),
             "generate_batch": ("16 prompts of 64 to 511 tokens, 32 new",),

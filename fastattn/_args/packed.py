@@ -521,9 +521,14 @@ def is_finite(x: Array, stored: str, or_none: bool = False) -> bool:
 
 def to_bfloat16_bits(x: Array) -> Array:
     """Round float32 `x` to bfloat16, to nearest even, and return its bits; NaN stays NaN."""
-    bits = x.view(np.uint32)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype(np.uint16)
+    bits, nan = x.view(np.uint32), np.isnan(x)
+    rounded = np.asarray(bits >> 16)
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    rounded[nan] = bits[nan] >> 16 | 0x40
+    return rounded.astype(np.uint16)
 
 
 def from_bfloat16_bits(bits: Array) -> Array:
