@@ -53,7 +53,7 @@ def mask_mod(name: str, length: int) -> Callable[..., Any]:
 class FlexProblem(AttentionProblem):
     """`flex_attention` with a mask_mod; the block mask is made outside the timed call."""
 
-    name = property(lambda self: f"{self.variant} {self.shape.name}")
+    name = property(lambda self: f"flex_attention {self.variant} {self.shape.name}")
 
     @property
     def attended(self) -> Array:
@@ -269,7 +269,7 @@ def plan(request: Request) -> Sections:
         for variant, title in (("plain", "flash_attn_func"), ("causal", "flash_attn_func causal")):
             found |= request.section(FlashProblem, title, shapes, dtype, [variant])
         if dtype == "float32" and request.full:
-            found |= request.section(FlexProblem, "flex_attention", SHAPES[-1:], dtype, MODS)
+            found |= request.section(FlexProblem, "block mask", SHAPES[-1:], dtype, MODS)
             packed = partial(PackedProblem, scratch=str(request.folder))
             found |= request.section(packed, "MiniLM", [several(ARRIVAL, COUNT)], dtype)
             found |= request.section(GenerateProblem, "generate_batch", [PROMPTS], dtype)

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import fastattn
 from bench import SUITES
-from bench.flash import MODS
 from bench.search import DTYPES as SEARCHED
 from bench.suite import Request, run
 from fastattn._bench import report
@@ -42,10 +41,6 @@ def _structures(*names: str) -> dict[str, tuple[str, ...]]:
     return {f"structural mask, {name}": ("1,4,4096,4096,64",) for name in names}
 
 
-_FLASH = {
-    "flash_attn_func": ("1,8,512,512,64", "1,8,2048,2048,64"),
-    "flash_attn_func causal": ("1,8,512,512,64",),
-}
 _INT8, _REST = ", int8 inputs", ", int8 inputs, rest in bfloat16"
 _MINILM = "MiniLM 1,16", "MiniLM 1,128", "MiniLM 32,128"
 _ARRIVAL, _ONE = "512 texts in order of arrival", "one short text"
@@ -63,6 +58,11 @@ PAGE: dict[str, tuple[Part, ...]] = {
         Part("attention", "bfloat16", {
             "no mask": ("1,12,512,512,64", "1,8,2048,2048,64"), "causal": ("1,8,2048,2048,128",),
         }),
+        Part("flash", "float32", {
+            "flash_attn_func": ("1,8,512,512,64",),
+            "block mask": ("flex_attention documents 1,8,2048,2048,64",),
+        }),
+        Part("flash", "bfloat16", {"flash_attn_func causal": ("1,8,512,512,64",)}),
     ),
     "layers": (
         Part("layers", "float32", {
@@ -90,14 +90,6 @@ PAGE: dict[str, tuple[Part, ...]] = {
             "steps": ("step characters 16,6,256,256,64", "step GPT-2 4,12,256,256,64"),
         }),
         Part("training", "bfloat16", {"no mask": ("backward plain 1,8,2048,2048,64",)}),
-    ),
-    "flash": (
-        Part("flash", "bfloat16", _FLASH),
-        Part("flash", "float32", _FLASH | {
-            "flex_attention": tuple(f"{mod} 1,8,2048,2048,64" for mod in MODS),
-            "MiniLM": (f"{_ARRIVAL}, packed",),
-            "generate_batch": ("16 prompts of 64 to 511 tokens, 32 new",),
-        }),
     ),
     "masks": (
         Part("attention", "float32", _structures(
