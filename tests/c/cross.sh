@@ -11,6 +11,12 @@ setup_flags=$(sed -n 's/^FLAGS = \[\(.*\)\]$/\1/p' setup.py | tr -d '",')
 # Without optimisation: minutes instead of an hour, and the same errors.
 flags="$setup_flags -O0 -Wall -Wextra -Werror -Isrc"
 includes=$("$python" -c "import sysconfig; print(sysconfig.get_path('include'))")
+mkdir "$out/python"
+cp -r "$includes/." "$out/python"
+if grep -q "multiarch location" "$includes/pyconfig.h"; then # Debian's, which includes that of an architecture
+    multiarch=$("$python" -c "import sysconfig; print(sysconfig.get_config_var('MULTIARCH'))")
+    cp "/usr/include/$multiarch/$(basename "$includes")/pyconfig.h" "$out/python"
+fi
 version=$("$python" -c "import numpy; print(numpy.__version__)")
 
 numpy_headers() { # numpy_headers PLATFORM: where those of its wheel lie
@@ -50,11 +56,11 @@ while read -r target arch platform; do
     for source in src/*.c; do
         compile "$target" "$source" "$flags '-DFA_COMPILED=$list'"
     done
-    headers=$includes
+    headers=$out/python
     if [ "$platform" = win_amd64 ]; then # Python's own, but for what configuring it has found here
         headers=$out/windows
         mkdir "$headers"
-        cp -r "$includes/." "$headers"
+        cp -r "$out/python/." "$headers"
         cp tests/c/pyconfig_windows.h "$headers/pyconfig.h"
     fi
     compile "$target" "$out/_core.c" "$core_flags -I$headers -I$(numpy_headers "$platform")"
