@@ -27,10 +27,10 @@ if getattr(torch.cpu, "_is_amx_tile_supported", bool)():
 HARMLESS = frozenset((
     "cache_params", "cache_position", "decoder_attention_mask", "decoder_input_ids",
     "decoder_inputs_embeds", "decoder_position_ids", "deterministic", "encoder_outputs", "grid_thw",
-    "input_ids", "inputs_embeds", "labels", "logits_to_keep", "max_length_k", "max_length_q",
-    "num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values",
-    "position_embeddings", "position_ids", "return_dict", "seq_idx", "token_type_ids",
-    "use_cache",
+    "input_ids", "inputs_embeds", "labels", "logits_indices", "logits_processor_args", "logits_to_keep",
+    "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "read_index",
+    "return_dict", "seq_idx", "token_type_ids", "use_cache", "write_index",
 ))  # fmt: skip
 
 
