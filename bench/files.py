@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.packed import from_bfloat16_bits, to_bfloat16_bits
+from fastattn._args.weight_types import from_bfloat16_bits, to_bfloat16_bits
 from fastattn._bench.cases import Array
 
 Json = dict[str, Any]

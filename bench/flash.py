@@ -88,7 +88,7 @@ class PromptShape(NamedTuple):
 
 
 class GenerateProblem(Problem):
-    """`generate_batch` of a Llama of random weights; its tokens are those of single prompts."""
+    """`generate_batch` of a Llama with random weights, checked against `generate` of each prompt."""
 
     shape: PromptShape
     tolerance = property(lambda self: 0.0)

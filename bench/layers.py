@@ -11,8 +11,8 @@ from bench import plain
 from bench.graphs import bert_optimised, openvino_way
 from bench.suite import INT8_INPUTS, WEIGHT_BYTES, Request, Suite, WeightProblem
 from fastattn import layers, ops
-from fastattn._args.packed import from_bfloat16_bits, to_bfloat16_bits
 from fastattn._args.types import Rounding
+from fastattn._args.weight_types import from_bfloat16_bits, to_bfloat16_bits
 from fastattn._bench import runtimes
 from fastattn._bench.cases import Array
 from fastattn._bench.harness import Engine, Sections, Unsupported, Way, own_engines

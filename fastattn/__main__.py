@@ -13,8 +13,8 @@ from pathlib import Path
 import fastattn
 from fastattn import _cli_models
 from fastattn._args.errors import FULL, naming
-from fastattn._args.packed import OF_FLOAT32
 from fastattn._args.types import ROUNDINGS
+from fastattn._args.weight_types import OF_FLOAT32
 from fastattn._engine.cpus import CPUS
 from fastattn._regular_files import irregular, replaced
 from fastattn.models._parameters import DTYPES as MODEL_DTYPES

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastattn._args.coded import Bits, Integers, Layout, Parts
-from fastattn._args.packed import FP4, IQ4
 from fastattn._args.types import Array
+from fastattn._args.weight_types import FP4, IQ4
 
 _FLOAT16, _BYTE, _SIGNED = "<f2", "u1", "i1"
 _E2M1 = np.concatenate((FP4[8:], -FP4[8:]))  # the sign is the highest bit of a code

@@ -1,5 +1,5 @@
 /* Types of packed weights that are narrower than lanes: what C knows of each, from pack to the passes of a product.
- * Whoever asks for more than that finds it by these answers. fastattn/_args/packed.py has the same for NumPy.
+ * Whoever asks for more than that finds it by these answers. fastattn/_args/weight_types.py has the same for NumPy.
  *
  *   FA_BF16  two features in a word
  *   FA_I8    four, times a scale of their output feature

@@ -107,9 +107,9 @@ def test_no_circle_of_imports():
 
 
 SETTINGS = {
-    "_args", "_args.blocks", "_args.dtypes", "_args.errors", "_args.packed", "_args.types", "_args.values",
-    "_engine", "_engine.beside_torch", "_engine.core", "_engine.core._core", "_engine.cpus",
-    "_engine.settings", "_version",
+    "_args", "_args.blocks", "_args.dtypes", "_args.errors", "_args.types", "_args.values",
+    "_args.weight_types", "_engine", "_engine.beside_torch", "_engine.core", "_engine.core._core",
+    "_engine.cpus", "_engine.settings", "_version",
 }  # fmt: skip
 
 

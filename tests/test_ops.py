@@ -10,8 +10,8 @@ from implementations import each_isa, forced
 from precisions import BF16, EPS, each_dtype, lane
 
 from fastattn import ops
-from fastattn._args.packed import INTEGERS, WEIGHT_DTYPES
 from fastattn._args.types import ACTIVATIONS as NAMES
+from fastattn._args.weight_types import INTEGERS, WEIGHT_DTYPES
 
 # Types of weights, those of integers also with rows rounded to int8.
 WEIGHTS = [*((dtype, None) for dtype in WEIGHT_DTYPES), *((dtype, "int8") for dtype in INTEGERS)]

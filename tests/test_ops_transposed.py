@@ -7,7 +7,7 @@ import pytest
 from precisions import BF16
 
 from fastattn import ops
-from fastattn._args.packed import WEIGHT_DTYPES
+from fastattn._args.weight_types import WEIGHT_DTYPES
 
 ROUNDING = {np.dtype(np.float32): 2**-24, np.dtype(np.float64): 2**-53, BF16: 2**-8}
 # Rows, output and input features of the weight: around passes (12), panels (16, 32), and parts (256, 1024).

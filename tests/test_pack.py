@@ -11,7 +11,8 @@ from implementations import each_isa, forced
 from bench import files as model_files
 from fastattn import models, ops
 from fastattn._args.pack import blocks_args
-from fastattn._args.packed import STORED, WEIGHT_DTYPES, PackArgs, RowBlock
+from fastattn._args.packed import PackArgs, RowBlock
+from fastattn._args.weight_types import STORED, WEIGHT_DTYPES
 from fastattn._engine import dispatch, settings
 from fastattn._formats import FORMATS
 from fastattn.layers._attention_parameters import stack

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastattn._args.errors import put_name, wrong_dtype, wrong_shape, wrong_type
-from fastattn._args.packed import INTEGERS, LinearArgs, PackedLinear
+from fastattn._args.packed import LinearArgs, PackedLinear
 from fastattn._args.results import result_array
 from fastattn._args.types import (
     ACTIVATIONS,
@@ -34,6 +34,7 @@ from fastattn._args.values import (
     number,
     readable,
 )
+from fastattn._args.weight_types import INTEGERS
 from fastattn._engine.settings import require_backend, threads
 
 

@@ -10,9 +10,10 @@ import numpy as np
 from fastattn._args.blocks import copied
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_dtype, wrong_shape
-from fastattn._args.packed import WEIGHT_DTYPES, PackArgs, RowBlock
+from fastattn._args.packed import PackArgs, RowBlock
 from fastattn._args.types import Array
 from fastattn._args.values import float_array
+from fastattn._args.weight_types import WEIGHT_DTYPES
 from fastattn._engine.settings import require_backend, threads
 
 

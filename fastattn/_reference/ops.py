@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from fastattn._args.blocks import blocks
-from fastattn._args.packed import STORED, LinearArgs, PackedLinear, columns
+from fastattn._args.packed import LinearArgs, PackedLinear
 from fastattn._args.types import Array, RopeArgs, RowsArgs, lane_dtype
+from fastattn._args.weight_types import STORED, columns
 from fastattn._reference.activations import activate
 from fastattn._reference.attention import exp_below
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.packed import BLOCK, STORED, PackArgs, Stored, columns, two_a_byte
+from fastattn._args.packed import PackArgs
 from fastattn._args.types import Array
+from fastattn._args.weight_types import BLOCK, STORED, Stored, columns, two_a_byte
 
 # Blocks of this many numbers stay in the second-level cache. They have at most so many, whole blocks of
 # 32, of each output feature.

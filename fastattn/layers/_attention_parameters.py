@@ -16,9 +16,10 @@ from fastattn._args.attention import attention_args
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.ops import epsilon, integer_activations
 from fastattn._args.pack import blocks_args
-from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, columns
+from fastattn._args.packed import PackedLinear
 from fastattn._args.types import FLOAT32, Array, ArrayLike, ModifiersArgs, Rounding
 from fastattn._args.values import MOST_SIZE, flag, integer
+from fastattn._args.weight_types import WEIGHT_DTYPES, columns
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
 from fastattn.layers import _computation

@@ -23,9 +23,10 @@ import numpy as np
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, put_name, told, wrong_type
 from fastattn._args.ops import integer_activations
-from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear, is_finite
+from fastattn._args.packed import PackedLinear
 from fastattn._args.types import Array, DTypeLike, Rounding, Shape
 from fastattn._args.values import MOST_SIZE, as_array, generator, is_float, short
+from fastattn._args.weight_types import WEIGHT_DTYPES, is_finite
 from fastattn._args.words import not_an_argument
 from fastattn._safetensors import opened
 from fastattn.layers import _computation

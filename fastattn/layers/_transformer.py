@@ -11,9 +11,9 @@ import numpy as np
 from fastattn._args import key_ranges
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.ops import epsilon, integer_activations
-from fastattn._args.packed import WEIGHT_DTYPES
 from fastattn._args.types import FLOAT32, Array, ArrayLike, Rounding
 from fastattn._args.values import MOST_SIZE, choice, flag, integer, short
+from fastattn._args.weight_types import WEIGHT_DTYPES
 from fastattn._engine.steps import Sequences
 from fastattn.layers import _computation, _state
 from fastattn.layers._attention import MultiHeadAttention

@@ -12,9 +12,10 @@ from pathlib import Path
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.ops import integer_activations
 from fastattn._args.options import NoOptions
-from fastattn._args.packed import INTEGERS, PackedLinear
+from fastattn._args.packed import PackedLinear
 from fastattn._args.types import DTypeLike, Rounding, Unpack
 from fastattn._args.values import short
+from fastattn._args.weight_types import INTEGERS
 from fastattn._args.words import not_an_argument
 from fastattn.models import _gguf, _gguf_tokenizer
 from fastattn.models._classify import CrossEncoder

@@ -17,9 +17,10 @@ import numpy as np
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import wrong_type
 from fastattn._args.ops import integer_activations
-from fastattn._args.packed import BLOCK, BLOCKED, INTEGERS, OF_FLOAT32, STORED, PackArgs, PackedLinear
+from fastattn._args.packed import PackArgs, PackedLinear
 from fastattn._args.types import Array, ArrayLike, Rounding, Shape, lane_dtype
 from fastattn._args.values import as_array, is_float, short
+from fastattn._args.weight_types import BLOCK, BLOCKED, INTEGERS, OF_FLOAT32, STORED
 from fastattn._engine.settings import get_num_threads
 from fastattn._engine.values import Gradients, Parameter
 from fastattn.models._files import ModelError, require

@@ -13,9 +13,10 @@ import numpy as np
 
 from fastattn._args.coded import Layout
 from fastattn._args.pack import native
-from fastattn._args.packed import BLOCKED, STORED, PackArgs, PackedLinear, RowBlock, columns, is_finite
+from fastattn._args.packed import PackArgs, PackedLinear, RowBlock
 from fastattn._args.types import Array, Shape
 from fastattn._args.values import short
+from fastattn._args.weight_types import BLOCKED, STORED, columns, is_finite
 from fastattn._engine import dispatch
 from fastattn._engine.settings import get_num_threads
 from fastattn._formats import FORMATS, Format

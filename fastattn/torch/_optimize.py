@@ -14,9 +14,9 @@ import torch
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.ops import integer_activations
-from fastattn._args.packed import OF_FLOAT32
 from fastattn._args.types import DTypeLike, Rounding
 from fastattn._args.values import flag
+from fastattn._args.weight_types import OF_FLOAT32
 from fastattn._undo import Undo
 from fastattn.torch._hugging_face import NAME, register
 from fastattn.torch._linear import CLASSES, TAKEN, FrozenLinear

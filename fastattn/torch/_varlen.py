@@ -22,7 +22,7 @@ def _options(causal: bool, scale: float | None, window: Sequence[int] | None) ->
 
 
 def _check_used(used: Any, room: Any) -> None:
-    """Keys beyond the room of a sequence are those of the next one."""
+    """Raise unless each sequence has room for its `used` keys: the next sequence begins there."""
     if used.shape != room.shape:
         expected = f"{tuple(room.shape)}, one number for each sequence"
         raise ValueError(f"varlen_attn(): seqused_k has shape {tuple(used.shape)}; expected {expected}")

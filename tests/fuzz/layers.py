@@ -10,8 +10,9 @@ from packed import false, tamper
 from recipes import RECIPES, Call, native, recipe
 
 from fastattn import layers, positions
-from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
+from fastattn._args.packed import PackedLinear
 from fastattn._args.types import lane_dtype
+from fastattn._args.weight_types import WEIGHT_DTYPES
 from fastattn.layers._attention_parameters import StackedMaps
 from fastattn.layers._basic import ACTIVATIONS
 

@@ -10,8 +10,9 @@ from scores import MASKS, PREDICATES, Scores, any_mask
 
 import fastattn
 from fastattn import masks, ops, plot, positions
-from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
+from fastattn._args.packed import PackedLinear
 from fastattn._args.types import ACTIVATIONS, lane_dtype
+from fastattn._args.weight_types import WEIGHT_DTYPES
 
 NARROW = ("float32", "bfloat16", "int8", "int4", "uint4", "nf4")
 

@@ -4,7 +4,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from fastattn._args.packed import WEIGHT_DTYPES, PackedLinear
+from fastattn._args.packed import PackedLinear
+from fastattn._args.weight_types import WEIGHT_DTYPES
 
 FIELDS = ("in_features", "out_features", "gated", "dtype", "panels", "scales", "sums")
 

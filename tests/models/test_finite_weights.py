@@ -10,7 +10,7 @@ import tiny_models as tiny
 from tiny_models import CONFIGS
 
 from fastattn import models, ops
-from fastattn._args.packed import BLOCKED, WEIGHT_DTYPES
+from fastattn._args.weight_types import BLOCKED, WEIGHT_DTYPES
 from fastattn.layers import MultiHeadAttention, TransformerDecoderLayer
 from fastattn.models import ModelError
 

@@ -16,7 +16,7 @@ import threading
 
 import numpy as np
 
-from fastattn._args.packed import BLOCK, BLOCKED, INTEGERS, STORED, steps, stored_codes
+from fastattn._args.weight_types import BLOCK, BLOCKED, INTEGERS, STORED, steps, stored_codes
 
 cnp.import_array()
 
