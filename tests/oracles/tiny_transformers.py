@@ -28,9 +28,13 @@ SIZES = {
 # Without delta rules, which transformers computes in float32 with errors of 4e-5 of the largest number.
 INDEXED = {"layer_types": ["indexed_attention"] * 2}
 BY_TYPE = {
+    "codegen": {"rotary_dim": 8},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 0},
     "esm": {"pad_token_id": 1, "mask_token_id": 2},
     "glm5_next_text": INDEXED | {"index_kpool": 4, "index_topk": 8},
+    "gptj": {"rotary_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "layoutlmv3": {"coordinate_size": 4, "shape_size": 8},
     "minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", "full_attention"], "index_n_heads": 2},
     "qwen2_5_vl_text": {
         "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 1, 1]}

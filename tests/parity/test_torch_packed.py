@@ -9,6 +9,7 @@ import sentence_transformers
 import torch
 import transformers
 from implementations import COMPILED
+from packaging.version import Version
 from sentence_transformers.sentence_transformer import modules
 from tiny_tokenizers import TEXTS
 from transformers import DataCollatorWithFlattening
@@ -302,7 +303,42 @@ def test_generate_batch_reads_pages(kind, page, attended):
         copy.deepcopy(prompts), generation_config=config, continuous_batching_config=batching
     )
     assert [x.generated_tokens for x in found.values()] == expected
-    assert any(attended) is (kind != "Mistral")  # all of whose layers have windows
+    copies = Version(transformers.__version__) >= Version("5.24")  # before attention is called
+    assert any(attended) is not (copies or kind == "Mistral")  # all of whose layers have windows
+
+
+def test_caches_before_transformers_5_24(attended):
+    """They come to attention, which writes new keys and reads all of them in their pages."""
+    torch.manual_seed(0)
+    pages = torch.randn(2, 9, 4, 2, 8)  # keys and values: 9 pages of 4 tokens
+    rows = pages.flatten(1, 2)
+    old = [[*range(20, 24), *range(8, 12), 0], range(32, 34)]  # rows of pages 5, 2, 0, and of page 8
+    read, write = torch.tensor([*old[0], 1, *old[1], 34]), torch.tensor([1, 34])
+
+    def update(key, value, layer, read, write):
+        assert not read.numel()
+        rows[0, write], rows[1, write] = key, value
+
+    allocator = SimpleNamespace(
+        index=0, layer_type="full", supports_block_table=True, update=update,
+        get_cache_for_block_table=lambda layer: pages,
+    )  # fmt: skip
+    module = SimpleNamespace(is_causal=True, layer_idx=3)
+    query, key, value = torch.randn(1, 4, 2, 8), *torch.randn(2, 1, 2, 2, 8)
+    out, _ = attention_forward(
+        module, query, key, value, None, cache=SimpleNamespace(layer_to_allocator={3: allocator}),
+        cu_seq_lens_q=torch.tensor([0, 1, 2], dtype=torch.int32),
+        cu_seq_lens_k={"full": torch.tensor([0, 10, 13], dtype=torch.int32)},
+        read_index=[read], write_index=[write],
+    )  # fmt: skip
+    assert attended == [True]
+    for i, own in enumerate((read[:10], read[10:])):
+        k, v = (x[own].transpose(0, 1)[None] for x in rows)
+        assert torch.equal(k[:, :, -1], key[:, :, i])
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, i : i + 1], k, v, enable_gqa=True
+        )
+        torch.testing.assert_close(out[:, i : i + 1], expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
 
 def test_pages_that_are_masked(attended):
