@@ -66,6 +66,13 @@ def run(args: ResultArgs, backend: str | None = None) -> None:
     _run(args, backend)
 
 
+def plain_attention(q: Any, k: Any, v: Any) -> Array | None:
+    """Attention without options; None where it takes a look at the arguments."""
+    if settings.current.backend != "compiled":
+        return None
+    return settings.core.plain_attention(q, k, v, settings.get_num_threads())  # type: ignore[no-any-return]
+
+
 def run_groups(
     args: LinearArgs,
     weights: Sequence[PackedLinear],

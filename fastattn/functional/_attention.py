@@ -227,6 +227,17 @@ def attention(
     >>> fastattn.attention(q, k, v, causal=True).shape
     (1, 8, 2, 64)
     """
+    if (  # no option
+        mask is None and bias is None and causal is False and window is None and scale is None
+        and softcap is None and alibi_slopes is None and sinks is None and kv_lengths is None
+        and q_offset is None and row_ranges is None and k_scale is None and v_scale is None
+        and block_table is None and type(dropout) is float and dropout == 0 and seed is None and out is None
+        and return_lse is False and stats is None and num_threads is None and backend is None
+        and not (more or others)
+    ):  # fmt: skip
+        plain = dispatch.plain_attention(q, k, v)
+        if plain is not None:
+            return plain
     try:
         if more:
             raise by_position((q, k, v, *more), attention)

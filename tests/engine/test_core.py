@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from implementations import COMPILED, NOTHING_COMPILED
 
+import fastattn
 from fastattn import ops
 from fastattn._args.packed import LinearArgs, PackArgs, RowBlock
 from fastattn._args.types import ACTIVATIONS, ModifiersArgs, RopeArgs, RowsArgs, plain_args
+from fastattn._bench.cases import as_dtype
 from fastattn._engine import settings
 from fastattn._engine.program import build
 from fastattn._engine.slots import Slots
@@ -366,3 +368,35 @@ def test_caches_of_two_sizes_have_the_same_tokens(core):
     call = Sequences(1, begins=np.array([0, 2]), slots=(first, other))
     with pytest.raises(ValueError, match="caches of two sizes of heads have other lengths"):
         run(core, [step], call=call, m=2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("batch", [(), (2,), (2, 1, 3)])
+def test_plain_attention_has_the_bits_of_any_other(batch, dtype, core):
+    draw = np.random.default_rng(0).standard_normal
+    q, k, v = draw((*batch, 4, 9, 8)), draw((*batch, 2, 13, 8)), draw((*batch, 2, 13, 5))
+    q, k, v = (x.astype(as_dtype(dtype)) for x in (q, k, v))
+    strided = (x.swapaxes(-3, -2).copy().swapaxes(-3, -2) for x in (q, k, v))
+    read_only = np.broadcast_to(k, k.shape)
+    expected = fastattn.attention(q, k, v, scale=8**-0.5)
+    for given in ((q, k, v), strided, (q, read_only, v)):
+        out = core.plain_attention(*given, 2)
+        assert out.dtype == q.dtype
+        assert out.tobytes() == expected.tobytes()
+
+
+def test_plain_attention_leaves_all_else(core):
+    """To whom converts, broadcasts, and says what is wrong."""
+    q, k, v = ones(2, 4, 9, 8), ones(2, 2, 13, 8), ones(2, 2, 13, 5)
+    swapped = v.astype(">f4")
+    unaligned = np.frombuffer(bytes(1) + v.tobytes(), np.uint8)[1:].view(np.float32).reshape(v.shape)
+    integers = [x.astype(np.int8) for x in (q, k, v)]
+    for given in (
+        (q.tolist(), k, v), (q[0, 0], k[0, 0], v[0, 0]), (q, k, v[0]), (q[:1], k, v), (q, k[:1], v[:1]),
+        (q, k[:, :, :, :7], v), (q, k[:, :, :12], v), (q, k[:, :1], v), (q[:, :3], k, v),
+        (q, k[:, :0], v[:, :0]), (q, k[:, :, :0], v[:, :, :0]), (q[:, :, :0], k, v),
+        (q[..., :0], k[..., :0], v), (q, k, v[..., :0]),
+        (q, k, swapped), (q, k, unaligned), (q, k, v.astype(np.float64)), (q, k, v.swapaxes(2, 3)), integers,
+        (q, k, np.ma.array(v)), (q, k, None), [x[(None,) * 5] for x in (q, k, v)],
+    ):  # fmt: skip
+        assert core.plain_attention(*given, 2) is None

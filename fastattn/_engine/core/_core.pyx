@@ -161,6 +161,57 @@ def attention(args):
         _run_attention(&a, threads)
 
 
+cdef enum:
+    MOST_AXES = 8  # of a plain call
+
+
+cdef bint _is_plain(x, int n, int number) noexcept:
+    """Whether kernels read an array of n axes in place, of a type by NumPy's number, that has elements."""
+    if not cnp.PyArray_CheckExact(x) or cnp.PyArray_NDIM(x) != n or cnp.PyArray_TYPE(x) != number:
+        return False
+    return (cnp.PyArray_ISBEHAVED_RO(x) and cnp.PyArray_SIZE(x) > 0
+            and cnp.PyArray_STRIDES(x)[n - 1] == cnp.PyArray_ITEMSIZE(x))
+
+
+def plain_attention(q, k, v, int threads):
+    """The result of `attention` without options; None where something is to be converted, broadcast or refused.
+
+    A tiny call takes less time than its AttentionArgs.
+    """
+    cdef fa_attention_args a
+    cdef cnp.npy_intp[MOST_AXES] of_out
+    cdef int n = cnp.PyArray_NDIM(q) if cnp.PyArray_CheckExact(q) else 0, number, i
+    if not 3 <= n <= MOST_AXES:
+        return None
+    number = cnp.PyArray_TYPE(q)
+    if not (number in _numbers[:<int>FA_I8] and _is_plain(q, n, number) and _is_plain(k, n, number)
+            and _is_plain(v, n, number)):
+        return None
+    cdef cnp.npy_intp *of_q = cnp.PyArray_DIMS(q)
+    cdef cnp.npy_intp *of_k = cnp.PyArray_DIMS(k)
+    cdef cnp.npy_intp *of_v = cnp.PyArray_DIMS(v)
+    for i in range(n - 1):
+        if of_k[i] != of_v[i] or (i < n - 3 and of_q[i] != of_k[i]):
+            return None
+    if of_q[n - 3] % of_k[n - 3] or of_q[n - 1] != of_k[n - 1]:
+        return None
+    memset(&a, 0, sizeof(fa_attention_args))
+    a.heads_q, a.len_q, a.head_dim = of_q[n - 3], of_q[n - 2], of_q[n - 1]
+    a.heads_kv, a.len_k, a.head_dim_v = of_k[n - 3], of_k[n - 2], of_v[n - 1]
+    a.mods.scale = (<double>a.head_dim) ** -0.5
+    memcpy(of_out, of_q, n * sizeof(cnp.npy_intp))
+    of_out[n - 1] = a.head_dim_v
+    out = cnp.PyArray_EMPTY(n, of_out, number, 0)
+    cdef _Tables tables = _Tables(q.shape[:n - 3], 4)
+    a.batch = tables.batch
+    tables.set_rows(&a.q, "q", q, a.heads_q, a.len_q, a.head_dim)
+    tables.set_rows(&a.k, "k", k, a.heads_kv, a.len_k, a.head_dim)
+    tables.set_rows(&a.v, "v", v, a.heads_kv, a.len_k, a.head_dim_v)
+    tables.set_rows(&a.out, "out", out, a.heads_q, a.len_q, a.head_dim_v)
+    _run_attention(&a, threads)
+    return out
+
+
 def plan(args):
     """The kernel and the tiles that would run on `args`."""
     cdef fa_attention_args a
