@@ -1,10 +1,14 @@
 """Every option of attention() alone and with every other, in every dtype, on every implementation."""
 
+import inspect
+
+import numpy as np
 import pytest
 from oracle import case, check
 
 import fastattn
 from fastattn._bench.cases import DTYPES, VARIANTS, Shape, pairs
+from fastattn._engine import dispatch
 
 # Neither a length nor a head dimension fits a vector or a tile; keys span several blocks.
 CROSS = Shape("cross", batch=2, heads_q=4, heads_kv=2, len_q=37, len_k=200, head_dim=24, head_dim_v=20)
@@ -46,3 +50,13 @@ def test_pairwise(pair, dtype, implementation):
 def test_pairwise_one_query(pair, implementation):
     this = case(DECODE, pair, "float32")
     check(run(this), this.expected)
+
+
+@pytest.mark.parametrize("option", [
+    name for name, x in inspect.signature(fastattn.attention).parameters.items() if x.default is not x.empty
+])  # fmt: skip
+def test_a_call_with_an_option_is_not_plain(option, monkeypatch):
+    monkeypatch.delattr(dispatch, "plain_attention")
+    x = np.ones((1, 2, 3, 4), np.float32)
+    with pytest.raises((TypeError, ValueError), match=option):
+        fastattn.attention(x, x, x, **{option: object()})
