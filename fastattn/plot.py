@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn._args.errors import named, needed
 from fastattn._args.types import Array, ArrayLike
-from fastattn._args.values import MOST_SIZE, as_array, integer, several, short
+from fastattn._args.values import MOST_SIZE, as_array, integer, integer_array, several, short
 from fastattn.masks import Mask
 from fastattn.masks._mask import dense_array, score_shape
 
@@ -158,9 +158,7 @@ def selected(selected: ArrayLike, len_k: int, ax: Any = None, *, block_size: int
     -----
     Time of sorting the lists; no memory per pair of query and key.
     """
-    array = as_array("selected", selected)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"(): selected has dtype {array.dtype}; expected integers: keys, or blocks of keys")
+    array = integer_array("selected", selected, "integers: keys, or blocks of keys")
     if array.ndim != 2 or not len(array):
         raise ValueError(f"(): selected has shape {array.shape}; expected (len_q, any number)")
     len_k, size = integer("len_k", len_k, 1, MOST_SIZE), integer("block_size", block_size, 1, MOST_SIZE)

@@ -85,9 +85,9 @@ def told(
     return error
 
 
-def wrong_shape(name: str, x: Array, expected: object) -> ValueError:
-    """The argument `name` became the array `x`, whose shape is not `expected`."""
-    return ValueError(f"(): {name} has shape {x.shape}; expected {expected}")
+def wrong_shape(name: str, x: Any, expected: object) -> ValueError:
+    """The argument `name` became the array or tensor `x`, whose shape is not `expected`."""
+    return ValueError(f"(): {name} has shape {tuple(x.shape)}; expected {expected}")
 
 
 def wrong_dtype(name: str, x: Array, expected: str) -> TypeError:

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.errors import wrong_shape
 from fastattn._args.types import Array, Ints, Shape
-from fastattn._args.values import as_array, require_broadcast
+from fastattn._args.values import integer_array, require_broadcast
 
 
 def page_table(x: Any, k: Shape, v: Shape, batch_shape: Shape, names: tuple[str, ...] = ("k", "v")) -> Array:
@@ -19,9 +19,7 @@ def page_table(x: Any, k: Shape, v: Shape, batch_shape: Shape, names: tuple[str,
             raise ValueError(f"(): {name} has shape {shape}; expected {expected}")
     if k[0] != v[0]:
         raise ValueError(f"(): {names[1]} has {v[0]} pages; expected {k[0]}, as {names[0]} has")
-    table = as_array("block_table", x)
-    if table.dtype.kind not in "iu":
-        raise wrong_dtype("block_table", table, "integers")
+    table = integer_array("block_table", x)
     if not table.ndim:
         raise wrong_shape("block_table", table, "(..., pages of a sequence)")
     shape = (*batch_shape, table.shape[-1])

@@ -8,16 +8,16 @@ import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.attention import attention_args, lengths_of
-from fastattn._args.errors import wrong_dtype, wrong_shape
+from fastattn._args.errors import wrong_shape
 from fastattn._args.types import Array, AttentionArgs, SelectedArgs, SelectionArgs, lane_dtype
 from fastattn._args.values import (
     MAX_POSITION,
     MOST_SIZE,
-    as_array,
     choice,
     flag,
     float_array,
     integer,
+    integer_array,
     real_values,
     require_broadcast,
 )
@@ -95,9 +95,7 @@ def selected_args(
         q, k, v, return_lse=return_lse, names=("q", "k", "v"), scales="k_scale and v_scale", **options
     )
     size = integer("block_size", block_size, 1, 2**31 - 1)
-    array = as_array("selected", selected)
-    if array.dtype.kind not in "iu":
-        raise wrong_dtype("selected", array, "integers: keys, or blocks of keys")
+    array = integer_array("selected", selected, "integers: keys, or blocks of keys")
     one_head = args.result.ndim == 2 if args.lse is None else args.result[0].ndim == 2
     if array.ndim < (2 if one_head else 3):
         raise wrong_shape("selected", array, "(len_q, any number)" if one_head else _DIMS)

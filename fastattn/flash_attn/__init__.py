@@ -6,8 +6,8 @@
 import sys
 
 from fastattn._args.names import show_public
+from fastattn.flash_attn._check import of_tensors
 from fastattn.flash_attn._install import install
-from fastattn.flash_attn._lazy import of_tensors
 from fastattn.flash_attn.flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,

@@ -9,10 +9,10 @@ import numpy as np
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.results import overlaps_itself, require_apart
-from fastattn._args.types import FLOAT32, Array
-from fastattn._args.values import CONTIGUOUS, WRITEABLE, flag, float_array, integers, is_ready, number
+from fastattn._args.types import Array
+from fastattn._args.values import CONTIGUOUS, WRITEABLE, flag, float_array, integer_array, integers, is_ready
 from fastattn._engine import dispatch
-from fastattn.flash_attn._check import integer_array, raise_shape, require_shapes, same_kind, sides
+from fastattn.flash_attn._check import require_shapes, same_kind, scale_of, sides
 from fastattn.flash_attn._rotate import rows_of, tables_of, turned
 from fastattn.functional._attention import attention, varlen_attention
 
@@ -35,12 +35,14 @@ def attend(
 
 
 def cached(
-    q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cos: Any, sin: Any, cache_seqlens: Any,
-    cache_batch_idx: Any, cache_leftpad: Any, block_table: Any, alibi_slopes: Any, softmax_scale: Any,
-    causal: Any, window: Any, softcap: Any, interleaved: Any, return_lse: Any,
-    num_threads: int | None = None, compute: bool = True,
+    q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, rotary_cos: Any = None,
+    rotary_sin: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,
+    block_table: Any = None, alibi_slopes: Any = None, *, softmax_scale: float | None = None,
+    causal: bool = False, window: tuple[int, int] | None = None, softcap: Any = None,
+    rotary_interleaved: bool = True, return_lse: bool = False, num_threads: int | None = None,
+    compute: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Out and lse of `flash_attn_with_kvcache`.
+    """Out and lse of `flash_attn_with_kvcache`: its tensors, and its options as `attention` takes them.
 
     Without `compute`, check shapes and types alone: values are not those of the call.
     """
@@ -50,22 +52,23 @@ def cached(
                 raise wrong_type(name, x, "an ndarray, as k is given: it is written in place")
         q, k_cache, v_cache = same_kind(q, q=q, k_cache=k_cache, v_cache=v_cache)
     names = "q", "k_cache", "v_cache"
-    require_shapes(names, q.shape, k_cache.shape, v_cache.shape)
+    require_shapes(names, q, k_cache, v_cache)
     (batch, len_q), (held, page) = q.shape[:2], k_cache.shape[:2]
     parts = _new_rows(k, v, q, k_cache, v_cache)
     new = parts[0].shape[1] if parts else 0
     table, capacity = _table(block_table, cache_batch_idx, batch, held, page)
     if table is None and held != batch:
         if held < batch:
-            raise_shape("k_cache", k_cache.shape, f"at least {batch} sequences, as q has")
+            raise wrong_shape("k_cache", k_cache, f"at least {batch} sequences, as q has")
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
     lengths = _lengths(cache_seqlens, batch, new, capacity, parts is not None)
-    causal, interleaved = flag("causal", causal), flag("rotary_interleaved", interleaved)
-    if cos is not None or sin is not None:
-        if cos is None or sin is None or parts is None:
-            missing = "rotary_cos" if cos is None else "rotary_sin" if sin is None else "k"
+    causal, interleaved = flag("causal", causal), flag("rotary_interleaved", rotary_interleaved)
+    if rotary_cos is not None or rotary_sin is not None:
+        if rotary_cos is None or rotary_sin is None or parts is None:
+            missing = "rotary_cos" if rotary_cos is None else "rotary_sin" if rotary_sin is None else "k"
             raise ValueError(f"(): {missing} is None; expected rotary_cos, rotary_sin, k and v, or no rotary")
-        tables, by = tables_of(cos, sin, q.shape[-1], "rotary_"), ("rotary_cos", "cache_seqlens")
+        tables = tables_of(rotary_cos, rotary_sin, q.shape[-1], "rotary_")
+        by = "rotary_cos", "cache_seqlens"
         steps = len_q if causal or window is not None else 1
         rows = rows_of(tables, lengths, steps, *by)
         if steps < len_q:
@@ -87,10 +90,10 @@ def cached(
         if first.shape != (batch,):
             raise wrong_shape("cache_leftpad", first, f"({batch},), one number a sequence")
         ranges = first[:, None, None], capacity
-    scale = None if softmax_scale is None else number("softmax_scale", softmax_scale, FLOAT32)
     args = attention_args(
-        q.swapaxes(1, 2), keys, values, None, None, causal, sides(window), scale, softcap, alibi_slopes, None,
-        total, offset, ranges, None, return_lse, num_threads, names=names, block_table=table,
+        q.swapaxes(1, 2), keys, values, None, None, causal, sides(window), scale_of(softmax_scale),
+        softcap, alibi_slopes, None, total, offset, ranges, None, return_lse, num_threads, names=names,
+        block_table=table,
     )  # fmt: skip
     # Of one query, the same memory without an axis whose strides other libraries would not expect.
     shape = batch, len_q, *args.out.shape[1::2]
@@ -135,9 +138,9 @@ def _new_rows(k: Any, v: Any, q: Array, k_cache: Array, v_cache: Array) -> tuple
         k, v = float_array("k", k), float_array("v", v)
     rows = len(q), k.shape[1] if k.ndim > 1 else "length"
     if k.shape != rows + k_cache.shape[2:]:
-        raise_shape("k", k.shape, f"{(*rows, *k_cache.shape[2:])}, as q and k_cache have")
+        raise wrong_shape("k", k, f"{(*rows, *k_cache.shape[2:])}, as q and k_cache have")
     if v.shape != rows + v_cache.shape[2:]:
-        raise_shape("v", v.shape, f"{(*rows, *v_cache.shape[2:])}, as k and v_cache have")
+        raise wrong_shape("v", v, f"{(*rows, *v_cache.shape[2:])}, as k and v_cache have")
     return k, v
 
 

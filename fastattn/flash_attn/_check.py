@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 
 from fastattn._args.attention import raise_shapes
-from fastattn._args.errors import wrong_dtype, wrong_type
-from fastattn._args.types import Array, Shape
-from fastattn._args.values import as_array, integer, short
+from fastattn._args.errors import wrong_shape, wrong_type
+from fastattn._args.types import FLOAT32
+from fastattn._args.values import as_array, integer, number, short
 
 
 def is_tensor(x: Any) -> bool:
     """Whether `x` is a tensor of torch, which need not be installed."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
+
+
+def of_tensors() -> Any:
+    """The module of functions for tensors: imported with torch, or with the first tensor.
+
+    torch's compiler follows no import: it has to find the module loaded.
+    """
+    name = "fastattn.flash_attn._torch"
+    return sys.modules.get(name) or import_module(name)
 
 
 def same_kind(first: Any, /, **others: Any) -> tuple[Any, ...]:
@@ -30,30 +40,18 @@ def same_kind(first: Any, /, **others: Any) -> tuple[Any, ...]:
     return tuple(others.values())
 
 
-def integer_array(name: str, x: Any) -> Array:
-    """`x` as an array of integers, of any type."""
-    array = x if type(x) is np.ndarray else as_array(name, x)
-    if array.dtype.kind not in "iu":
-        raise wrong_dtype(name, array, "integers")
-    return array
-
-
-def require_shapes(names: tuple[str, str, str], q: Shape, k: Shape, v: Shape) -> None:
-    """Raise unless q, k and v with these shapes are (batch, length, heads, head_dim), and fit."""
+def require_shapes(names: tuple[str, str, str], *arrays: Any) -> None:
+    """Raise unless the arrays q, k and v are (batch, length, heads, head_dim), and fit."""
+    q, k, v = shapes = arrays[0].shape, arrays[1].shape, arrays[2].shape
     if not len(q) == len(k) == len(v) == 4:
-        name, shape = next((n, x) for n, x in zip(names, (q, k, v), strict=True) if len(x) != 4)
-        raise_shape(name, shape, "(batch, length, heads, head_dim)")
+        name, x = next((n, x) for n, x in zip(names, arrays, strict=True) if x.ndim != 4)
+        raise wrong_shape(name, x, "(batch, length, heads, head_dim)")
     heads_kv = k[2]
     fits = k == v or k[:3] == v[:3]
     if k[0] != v[0]:
-        raise_shape(names[2], v, f"{k[0]} in the first axis, as {names[1]} has")
+        raise wrong_shape(names[2], arrays[2], f"{k[0]} in the first axis, as {names[1]} has")
     if not (fits and k[3] == q[3] and q[2] and heads_kv and q[3] and v[3]) or q[2] % heads_kv:
-        raise_shapes(names, (q, k, v), heads_axis=-2)
-
-
-def raise_shape(name: str, shape: Shape, expected: object) -> NoReturn:
-    """Say that the argument `name` has another shape than expected."""
-    raise ValueError(f"(): {name} has shape {tuple(shape)}; expected {expected}")
+        raise_shapes(names, shapes, heads_axis=-2)
 
 
 def window_of(window_size: Any) -> tuple[int, int] | None:
@@ -70,6 +68,11 @@ def window_of(window_size: Any) -> tuple[int, int] | None:
 def sides(window: tuple[int, int] | None) -> tuple[int | None, int | None] | None:
     """The option `window` of `fastattn.attention`."""
     return window and (None if window[0] == -1 else window[0], None if window[1] == -1 else window[1])
+
+
+def scale_of(softmax_scale: Any) -> float | None:
+    """The option `scale` of `fastattn.attention`."""
+    return None if softmax_scale is None else number("softmax_scale", softmax_scale, FLOAT32)
 
 
 def softcap_of(softcap: Any) -> Any:

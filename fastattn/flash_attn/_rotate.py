@@ -10,7 +10,6 @@ from fastattn._args.errors import wrong_shape
 from fastattn._args.types import Array, RopeArgs, lane_dtype
 from fastattn._args.values import flag, float_array, integers, is_ready, operand, sequence_begins
 from fastattn._engine import dispatch, settings
-from fastattn.flash_attn._check import raise_shape
 
 Tables = tuple[Array, Array]
 
@@ -21,9 +20,9 @@ def tables_of(cos: Any, sin: Any, head_dim: int, prefix: str = "") -> Tables:
         cos, sin = float_array(f"{prefix}cos", cos), float_array(f"{prefix}sin", sin)
     if cos.ndim != 2 or not 2 * cos.shape[1] <= head_dim:
         expected = f"(positions, rotary_dim / 2), at most half of a head_dim of {head_dim}"
-        raise_shape(f"{prefix}cos", cos.shape, expected)
+        raise wrong_shape(f"{prefix}cos", cos, expected)
     if sin.shape != cos.shape:
-        raise_shape(f"{prefix}sin", sin.shape, f"{cos.shape}, as {prefix}cos")
+        raise wrong_shape(f"{prefix}sin", sin, f"{cos.shape}, as {prefix}cos")
     return cos, sin
 
 

@@ -10,14 +10,13 @@ import torch
 from fastattn._args.errors import named
 from fastattn._args.values import integer
 from fastattn.flash_attn._arrays import attend, cached
-from fastattn.flash_attn._check import same_kind
+from fastattn.flash_attn._check import same_kind, window_of
 from fastattn.flash_attn._rotate import rotate_by_offsets
 from fastattn.torch._attention import attention_op, varlen_op, varlen_with_lse_op, with_lse_op
 from fastattn.torch._library import define, differentiate, differentiates
 from fastattn.torch._tensors import array_of, num_threads, tensor_of, traced
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_COUNT = 12  # tensors of `cached`
 
 
 def attend_tensors(
@@ -51,22 +50,19 @@ def _observed(tensors: list[Any]) -> bool:
     return any(x is not None and not (type(x) in _PLAIN and x.is_cpu) for x in tensors)
 
 
-def cached_tensors(*given: Any) -> tuple[Any, Any]:
-    """Out and lse of `flash_attn_with_kvcache`."""
-    tensors, options = given[:_COUNT], given[_COUNT:]
-    if not (traced() or given[0].is_meta):
-        arrays = _arrays_of(tensors)
-        out, lse = cached(*arrays, *options, num_threads())  # type: ignore[call-arg] # as many as it takes
+def cached_tensors(*tensors: Any, **options: Any) -> tuple[Any, Any]:
+    """Out and lse of `cached`."""
+    if not (traced() or tensors[0].is_meta):
+        out, lse = cached(*_arrays_of(tensors), num_threads=num_threads(), **options)
         if tensors[3] is not None:  # a backward pass that kept what has been written must not go on
             torch.autograd.graph.increment_version(tensors[1:3])
         return tensor_of(out), None if lse is None else tensor_of(lse)
-    scale, causal, window, softcap, interleaved, _ = options
-    q, *others = [torch.full(given[0].shape[:1], x) if isinstance(x, int) else x for x in tensors]
+    del options["return_lse"]  # the operator always does
+    window = options.pop("window") or (-1, -1)
+    given = [torch.full(tensors[0].shape[:1], x) if isinstance(x, int) else x for x in tensors]
     with torch.no_grad():  # as in a call that is not compiled
-        return _cached_op(  # type: ignore[no-any-return]
-            q, *others, softmax_scale=scale, causal=causal, window_size=window or (-1, -1), softcap=softcap,
-            rotary_interleaved=interleaved,
-        )  # fmt: skip
+        found: tuple[Any, Any] = _cached_op(*given, window_size=window, **options)
+    return found
 
 
 def _arrays_of(tensors: tuple[Any, ...]) -> list[Any]:
@@ -100,26 +96,20 @@ _OPTIONS = (
 _NAMES = [tensor.split()[1].removesuffix("=None") for tensor in _TENSORS.split(", ")]
 
 
-def _cached(
-    compute: bool, tensors: Any, softmax_scale: Any = None, causal: bool = False,
-    window_size: Any = (-1, -1), softcap: Any = None, rotary_interleaved: bool = True,
-) -> Any:  # fmt: skip
+def _cached(*arrays: Any, window_size: Any = (-1, -1), **given: Any) -> tuple[Any, Any]:
     """`cached` for the arguments of the operator."""
-    window = None if list(window_size) == [-1, -1] else tuple(window_size)
-    missing = [None] * (_COUNT - len(tensors))
-    options = softmax_scale, causal, window, softcap, rotary_interleaved, True, num_threads(), compute
-    return cached(*tensors, *missing, *options)  # type: ignore[call-arg]
+    return cached(*arrays, window=window_of(window_size), return_lse=True, num_threads=num_threads(), **given)
 
 
 @named("flash_attn_with_kvcache")
 def _kernel(*tensors: Any, **options: Any) -> tuple[Any, Any]:
-    out, lse = _cached(True, [x if x is None else _array(x) for x in tensors], **options)
+    out, lse = _cached(*[x if x is None else _array(x) for x in tensors], **options)
     return tensor_of(out), tensor_of(lse)
 
 
 @named("flash_attn_with_kvcache")
 def _check(**given: Any) -> None:
-    _cached(False, [given.pop(name, None) for name in _NAMES], **given)
+    _cached(**given, compute=False)
 
 
 def _fake(q: Any, k_cache: Any, v_cache: Any, *tensors: Any, **options: Any) -> tuple[Any, Any]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.errors import named
+from fastattn._args.errors import named, wrong_shape
 from fastattn._args.names import show_public
-from fastattn.flash_attn._check import is_tensor, raise_shape, same_kind
+from fastattn.flash_attn._check import is_tensor, same_kind
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 
@@ -27,7 +27,7 @@ def index_put_first_axis(values: Any, indices: Any, first_axis_dim: int) -> Any:
     values, indices = same_kind(values, values=values, indices=indices)
     shape = (first_axis_dim, *values.shape[1:])
     if len(indices) != len(values):
-        raise_shape("indices", indices.shape, f"({len(values)},), one of each row")
+        raise wrong_shape("indices", indices, f"({len(values)},), one of each row")
     out = values.new_zeros(shape) if is_tensor(values) else np.zeros(shape, values.dtype)
     out[indices] = values
     return out
@@ -44,7 +44,7 @@ def unpad_input(hidden_states: Any, attention_mask: Any, unused_mask: Any = None
     x, mask, unused = same_kind(hidden_states, **given)
     for name, m in (("attention_mask", mask), ("unused_mask", unused)):
         if m is not None and m.shape != x.shape[:2]:
-            raise_shape(name, m.shape, f"{tuple(x.shape[:2])}, as hidden_states has")
+            raise wrong_shape(name, m, f"{tuple(x.shape[:2])}, as hidden_states has")
     module: Any = sys.modules["torch"] if is_tensor(x) else np
     kept = mask if unused is None else mask + unused
     lengths, used = (m.sum(-1, dtype=module.int32) for m in (kept, mask))

@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from fastattn._args.attention import dropout_of
-from fastattn._args.errors import put_name
+from fastattn._args.errors import put_name, wrong_shape
 from fastattn._args.names import show_public
-from fastattn._args.types import FLOAT32
-from fastattn._args.values import flag, integer, number
+from fastattn._args.values import flag, integer
 from fastattn.flash_attn._arrays import attend, cached
 from fastattn.flash_attn._check import (
     is_tensor,
-    raise_shape,
+    of_tensors,
     require_shapes,
     same_kind,
+    scale_of,
     softcap_of,
     window_of,
 )
-from fastattn.flash_attn._lazy import of_tensors
 
 __all__ = [
     "flash_attn_func",
@@ -176,8 +175,9 @@ def flash_attn_with_kvcache(
         run = of_tensors().cached_tensors if is_tensor(q) else cached
         out, lse = run(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            block_table, alibi_slopes, softmax_scale, causal, window_of(window_size), softcap_of(softcap),
-            rotary_interleaved, flag("return_softmax_lse", return_softmax_lse),
+            block_table, alibi_slopes, softmax_scale=softmax_scale, causal=causal,
+            window=window_of(window_size), softcap=softcap_of(softcap), rotary_interleaved=rotary_interleaved,
+            return_lse=flag("return_softmax_lse", return_softmax_lse),
         )  # fmt: skip
         return (out, lse) if return_softmax_lse else out
     except Exception as error:
@@ -197,13 +197,13 @@ def _attend(
         given = dict(zip(given, same_kind(next(iter(arrays.values())), **given), strict=True))
         q, k, v = (x for name in arrays for x in _parts(name, given.pop(name), "tokens" if packed else ""))
         if not packed:
-            require_shapes(("q", "k", "v"), q.shape, k.shape, v.shape)
+            require_shapes(("q", "k", "v"), q, k, v)
             if len(q) != len(k):
-                raise_shape("k", k.shape, f"a batch of {len(q)}, as q has")
+                raise wrong_shape("k", k, f"a batch of {len(q)}, as q has")
         options = {
             "window": window_of(window_size),
             "causal": flag("causal", causal),
-            "scale": None if softmax_scale is None else number("softmax_scale", softmax_scale, FLOAT32),
+            "scale": scale_of(softmax_scale),
             "softcap": softcap_of(softcap),
         }
         if dropout_p != 0:
@@ -225,7 +225,7 @@ def _parts(name: str, x: Any, rows: str) -> list[Any]:
         return [x]
     dims = f"({rows or 'batch, length'}, {len(name)}, heads, head_dim)"
     if x.ndim != dims.count(",") + 1 or x.shape[-3] != len(name):
-        raise_shape(name, x.shape, dims)
+        raise wrong_shape(name, x, dims)
     return [x[..., i, :, :] for i in range(len(name))]
 
 

@@ -14,7 +14,7 @@ from fastattn._args.dtypes import float_dtype
 from fastattn._args.errors import named, put_name
 from fastattn._args.results import result_array
 from fastattn._args.types import Array, ArrayLike, DTypeLike, NDArray, RopeArgs, lane_dtype
-from fastattn._args.values import as_array, flag, float_array, readable, require_broadcast
+from fastattn._args.values import flag, float_array, integer_array, readable, require_broadcast
 from fastattn._engine import dispatch, settings
 from fastattn.positions._rotary_scaling import RopeFrequencies
 
@@ -58,9 +58,7 @@ def rope_tables(
     >>> apply_rope(np.ones((1, 8, 5, 64), np.float32), cos, sin).shape
     (1, 8, 5, 64)
     """
-    array = as_array("positions", positions)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"(): positions has dtype {array.dtype}; expected integers")
+    array = integer_array("positions", positions)
     if array.ndim == 0:
         raise ValueError("(): positions has shape (); expected (length,) or (..., length)")
     if not isinstance(frequencies, RopeFrequencies):

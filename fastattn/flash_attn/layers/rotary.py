@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.errors import named
+from fastattn._args.errors import named, wrong_shape
 from fastattn._args.names import show_public
 from fastattn._args.values import flag
-from fastattn.flash_attn._check import is_tensor, raise_shape, same_kind
-from fastattn.flash_attn._lazy import of_tensors
+from fastattn.flash_attn._check import is_tensor, of_tensors, same_kind
 from fastattn.flash_attn._rotate import rotate_by_offsets
 
 __all__ = ["RotaryEmbedding", "apply_rotary_emb", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"]
@@ -56,11 +55,11 @@ def apply_rotary_emb_qkv_(
         q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + rest // 2]
     else:
         expected = "(batch, length, 3, heads, head_dim), or with num_heads_q (batch, length, heads, head_dim)"
-        raise_shape("qkv", qkv.shape, expected)
+        raise wrong_shape("qkv", qkv, expected)
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
     for name, table in (("cos_k", cos_k), ("sin_k", sin_k)):
         if table.shape != cos.shape:
-            raise_shape(name, table.shape, f"{tuple(cos.shape)}, as cos")
+            raise wrong_shape(name, table, f"{tuple(cos.shape)}, as cos")
     turned_q = apply_rotary_emb(q, cos, sin, interleaved, False, seqlen_offsets)
     turned_k = apply_rotary_emb(k, cos_k, sin_k, interleaved, False, seqlen_offsets)
     q[...], k[...] = turned_q, turned_k  # after all checks
@@ -74,7 +73,7 @@ def apply_rotary_emb_kv_(
     """`apply_rotary_emb` in place to the keys of kv (batch, length, 2, heads, head_dim); returns it."""
     (kv,) = same_kind(kv, kv=kv)
     if kv.ndim != 5 or kv.shape[2] != 2:
-        raise_shape("kv", kv.shape, "(batch, length, 2, heads, head_dim)")
+        raise wrong_shape("kv", kv, "(batch, length, 2, heads, head_dim)")
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
 
@@ -110,7 +109,7 @@ class RotaryEmbedding:
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, *more, num_heads_q)
         if qkv.ndim != 4:  # before kv is turned
-            raise_shape("qkv", qkv.shape, "(batch, length, heads, head_dim), as kv is given")
+            raise wrong_shape("qkv", qkv, "(batch, length, heads, head_dim), as kv is given")
         kv = apply_rotary_emb_kv_(kv, cos_k, sin_k, *more)
         return apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset), kv
 
