@@ -200,8 +200,9 @@ def as_array(x: Resolved, shape: Shape) -> Bools:
     if 0 in shape:
         return np.zeros(shape, np.bool_)
     lists = as_lists(x, rows[-1], len_k)
-    array = np.zeros((len(lists.offsets) - 1, len_k), np.bool_)
-    for number, (first, last) in enumerate(zip(lists.offsets[:-1], lists.offsets[1:], strict=True)):
-        for begin, end in lists.ranges[first:last]:
-            array[number, begin:end] = True
+    count = len(lists.offsets) - 1
+    first = np.repeat(np.arange(0, count * len_k, len_k), np.diff(lists.offsets))  # key of each range's list
+    places = (first[:, None] + lists.ranges).ravel()
+    runs = np.diff(places, prepend=0, append=count * len_k)  # of False and of True, in turn
+    array = np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(count, len_k)
     return array[np.broadcast_to(lists.number, rows)]

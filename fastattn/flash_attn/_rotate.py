@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn._args.errors import wrong_shape
 from fastattn._args.types import Array, RopeArgs, lane_dtype
-from fastattn._args.values import flag, float_array, integers, is_ready, operand, sequence_begins
+from fastattn._args.values import flag, float_array, is_ready, of_sequences, operand, sequence_begins
 from fastattn._engine import dispatch, settings
 
 Tables = tuple[Array, Array]
@@ -61,9 +61,7 @@ def rotate_by_offsets(
     tables = tables_of(cos, sin, x.shape[-1])
     begins = None if cu_seqlens is None else sequence_begins("cu_seqlens", cu_seqlens, "x", len(x))
     batch = len(x) if begins is None else len(begins) - 1
-    first: Any = integers("seqlen_offsets", offsets, low=0)
-    if first.shape not in ((), (batch,)):
-        raise wrong_shape("seqlen_offsets", first, f"({batch},), or one number")
+    first: Any = of_sequences("seqlen_offsets", offsets, (batch,), 0)
     if begins is None:
         first = first if first.ndim else int(first)
         rows = rows_of(tables, first, x.shape[1], "cos", "seqlen_offsets")

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 
 from fastattn._args import key_ranges
 from fastattn._args.attention import attention_args
-from fastattn._args.errors import named
+from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.key_ranges import Resolved
 from fastattn._args.types import Array, Ints
 from fastattn._engine import dispatch
@@ -134,10 +134,7 @@ def _check(tensors: Any, grouped: bool, block_mask: Any, return_lse: bool, retur
     if batch_kv not in (1, batch_q):
         raise ValueError(f"(): key has {batch_kv} batch items; expected {batch_q}, as query has, or 1")
     if block_mask is not None and not isinstance(block_mask, BlockMask):
-        came = type(block_mask).__name__
-        raise TypeError(
-            f"(): block_mask is of type {came}; expected a BlockMask of torch's create_block_mask"
-        )
+        raise wrong_type("block_mask", block_mask, "a BlockMask of torch's create_block_mask")
     if return_aux is not None and (return_lse or return_aux.max_scores):
         raise NotImplementedError("(): return_aux has lse alone on CPUs, and replaces return_lse")
 
@@ -217,11 +214,8 @@ def _mask_of(block_mask: BlockMask, shape: tuple[int, ...]) -> Mask | Array:
     *lead, len_q, len_k = block_mask.shape
     fits = all(n in (1, m) for n, m in zip(lead, shape[:2], strict=True)) if len(lead) == 2 else False
     if not fits or (len_q, len_k) != shape[2:]:
-        came, expected = (
-            tuple(block_mask.shape),
-            f"{shape}, with 1 in place of the first two where they broadcast",
-        )
-        raise ValueError(f"(): block_mask has shape {came}; expected {expected}")
+        expected = f"{shape}, with 1 in place of the first two where they broadcast"
+        raise wrong_shape("block_mask", block_mask, expected)
     if block_mask.kv_indices.device.type != "cpu":
         raise ValueError(f"(): block_mask is on {block_mask.kv_indices.device}; expected the CPU")
     names = "mask_mod", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
@@ -266,10 +260,7 @@ def _made(block_mask: BlockMask, len_q: int, len_k: int) -> Mask | Array:
     lists = key_ranges.union(rows, rows.size, owner, begin, end, len_k)
     if lists.ranges.nbytes <= rows.size * len_k:
         return _OfBlocks(key_ranges.simplified(lists))
-    steps = np.zeros((rows.size, len_k + 1), np.int8)  # scattered keys: a bool each is less
-    owner = np.repeat(np.arange(rows.size), np.diff(lists.offsets))
-    steps[owner, lists.ranges[:, 0]], steps[owner, lists.ranges[:, 1]] = 1, -1
-    return np.cumsum(steps, axis=1, out=steps)[:, :-1].reshape(*rows.shape, len_k).view(np.bool_)
+    return key_ranges.as_array(Resolved(lists=lists), (*rows.shape, len_k))  # a bool each is less
 
 
 def _partial_runs(function: Any, partial: Array, size: Ints, rows: Ints, len_k: int) -> Iterator[Any]:

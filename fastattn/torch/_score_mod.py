@@ -170,17 +170,14 @@ def _indexed(x: Any, index: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class ScoreMod:
-    """``factor * score + bias``, with a ratio ``factor * tanh(ratio * score) + bias``.
+class ScoreMod(_Form):
+    """A form of tensors that broadcast to (batch, heads_q, len_q, len_k).
 
-    Tensors that broadcast to (batch, heads_q, len_q, len_k). `diagonals` is a bias of distances, (batch,
-    heads_q, len_q + len_k - 1), number j - i + len_q - 1 of query i and key j.
+    `diagonals` is a bias of distances, (batch, heads_q, len_q + len_k - 1), number j - i + len_q - 1 of query
+    i and key j.
     """
 
-    factor: Any
-    bias: Any = None
     diagonals: Any = None
-    ratio: Any = None
 
 
 def read(score_mod: Callable[..., Any], shape: tuple[int, ...], lane: torch.dtype) -> ScoreMod:
