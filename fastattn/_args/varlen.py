@@ -62,9 +62,8 @@ def varlen_args(
         if longest > room:
             came = f"block_table has room for {room} keys of a sequence"
             raise ValueError(f"(): {came}; expected at least {longest}, the most of cu_seqlens_k")
-        by_head["block_table"] = np.zeros(
-            table.shape[-1], np.int64
-        )  # for all queries, until ranges are known
+        # For all queries, until ranges are known.
+        by_head["block_table"] = np.zeros(table.shape[-1], np.int64)
     args = attention_args(return_lse=return_lse, **by_head, **options)
 
     if out is not None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.cache import append_args, cache_args
+from fastattn._args.cache import append_args
+from fastattn._args.dtypes import float_dtype
 from fastattn._args.errors import named
 from fastattn._args.types import FLOAT32, Array, ArrayLike, DTypeLike
 from fastattn._args.values import MOST_SIZE, integer
@@ -53,11 +54,9 @@ class PagedKVCache:
     def __init__(
         self, pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike = "float32"
     ):
-        _, kept_as = cache_args(0, dtype)
-        assert kept_as is not None
-        given = {"pages": pages, "page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        sizes = {name: integer(name, x, 1, MOST_SIZE) for name, x in given.items()}
-        shape = tuple(sizes[name] for name in ("pages", "num_kv_heads", "page_size", "head_dim"))
+        kept_as = float_dtype(dtype, or_int8=True)
+        sizes = {"pages": pages, "num_kv_heads": num_kv_heads, "page_size": page_size, "head_dim": head_dim}
+        shape = tuple(integer(name, x, 1, MOST_SIZE) for name, x in sizes.items())
         self._dtype, self._page = kept_as, shape[2]
         # Keys and values, (pages, heads, page, head_dim), and of int8 their scales.
         self._held: tuple[Array, ...] = np.zeros(shape, kept_as), np.zeros(shape, kept_as)

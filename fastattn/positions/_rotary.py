@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fastattn._args.dtypes import float_dtype
-from fastattn._args.errors import named, put_name
+from fastattn._args.errors import named, put_name, wrong_type
 from fastattn._args.results import result_array
 from fastattn._args.types import Array, ArrayLike, DTypeLike, NDArray, RopeArgs, lane_dtype
 from fastattn._args.values import flag, float_array, integer_array, readable, require_broadcast
@@ -62,8 +62,7 @@ def rope_tables(
     if array.ndim == 0:
         raise ValueError("(): positions has shape (); expected (length,) or (..., length)")
     if not isinstance(frequencies, RopeFrequencies):
-        kind = type(frequencies).__name__
-        raise TypeError(f"(): frequencies is of type {kind}; expected RopeFrequencies")
+        raise wrong_type("frequencies", frequencies, "RopeFrequencies")
     dtype = float_dtype(dtype)
     inv_freq, attention_factor = frequencies
     angles = array[..., None].astype(np.float64) * inv_freq

@@ -166,12 +166,10 @@ class _Flex(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, bias: Any, diagonals: Any, options: Any) -> Any:
         options = options | {"num_threads": num_threads()}
-        if bias is not None or diagonals is not None:
-            options["bias"] = (
-                array_of(bias.detach())
-                if diagonals is None
-                else toeplitz(array_of(diagonals.detach()), q.shape[2], k.shape[2])
-            )
+        if bias is not None:
+            options["bias"] = array_of(bias.detach())
+        elif diagonals is not None:
+            options["bias"] = toeplitz(array_of(diagonals.detach()), q.shape[2], k.shape[2])
         q_array, k_array, v_array = (array_of(x.detach()) for x in (q, k, v))
         names = ("query", "key", "value")
         args = attention_args(q_array, k_array, v_array, return_lse=True, names=names, **options)
