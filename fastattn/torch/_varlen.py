@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastattn._args.errors import named, wrong_shape
 from fastattn.functional import varlen_attention_backward
 from fastattn.functional._attention import varlen_attention
 from fastattn.torch._attention import sides
@@ -24,13 +25,13 @@ def _options(causal: bool, scale: float | None, window: Sequence[int] | None) ->
 def _check_used(used: Any, room: Any) -> None:
     """Raise unless each sequence has room for its `used` keys: the next sequence begins there."""
     if used.shape != room.shape:
-        expected = f"{tuple(room.shape)}, one number for each sequence"
-        raise ValueError(f"varlen_attn(): seqused_k has shape {tuple(used.shape)}; expected {expected}")
+        raise wrong_shape("seqused_k", used, f"{tuple(room.shape)}, one number for each sequence")
     for i in ((used < 0) | (used > room)).nonzero()[:1, 0].tolist():
         came = f"seqused_k[{i}] is {int(used[i])}"
-        raise ValueError(f"varlen_attn(): {came}; expected 0 to {int(room[i])}, the room of that sequence")
+        raise ValueError(f"(): {came}; expected 0 to {int(room[i])}, the room of that sequence")
 
 
+@named("varlen_attn")
 def _forward(
     q: Any, k: Any, v: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, is_causal: bool = False,
     scale: float | None = None, window_size: Sequence[int] | None = None, enable_gqa: bool = False,
@@ -55,6 +56,7 @@ def _forward(
     return tensor_of(out), tensor_of(lse), torch.zeros(2, dtype=torch.uint64)
 
 
+@named("varlen_attn")
 def _backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int,
     max_k: int, is_causal: bool, state: Any, scale: float | None = None,
