@@ -101,7 +101,7 @@ r.apply_rotary_emb(x, t, t, seqlen_offsets=5)
 r.apply_rotary_emb(x, t, t, seqlen_offsets=[0, 5]) -> ValueError: cos has 9 positions; expected at least 10
 r.apply_rotary_emb(x, t, t, seqlen_offsets=[0, -1]) -> ValueError: seqlen_offsets has -1
 r.apply_rotary_emb(x, t, t, seqlen_offsets=[0])
-    -> ValueError: seqlen_offsets has shape \(1,\); expected one number, or one for each sequence, shape \(2,\)
+    -> ValueError: seqlen_offsets has shape \(1,\); expected one number, or one for each sequence
 r.apply_rotary_emb(x.astype(int), t, t) -> TypeError: x has dtype int64
 r.apply_rotary_emb(x, t, t[:3]) -> ValueError: sin has shape \(3, 4\); expected \(9, 4\), as cos
 r.apply_rotary_emb(x, t, t, interleaved=2) -> TypeError: interleaved is 2

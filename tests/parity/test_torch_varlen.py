@@ -80,6 +80,8 @@ def test_errors_are_those_of_varlen_attention():
     q, k, v = operands()
     with pytest.raises(ValueError, match=r"^varlen_attention\(\): cu_seqlens_q"):
         varlen_attn(q, k, v, begins(LENGTHS_K), begins(LENGTHS_K), 8, 8)
+    with pytest.raises(ValueError, match=r"^varlen_attn\(\): window is"):
+        varlen_attn(q, k, v, begins(LENGTHS_Q), begins(LENGTHS_K), 8, 8, window_size=(-3, 0))
 
 
 @pytest.mark.parametrize("pages", [False, True])
