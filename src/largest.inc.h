@@ -87,7 +87,7 @@ static ilane nth_largest(const fa_watch *watch, const ilane *order, int64_t n, i
 
 /* The numbers of those of order [j, end) that are above `limit`, counted from `base`; their number. */
 static int64_t list_above(const ilane *order, int64_t j, int64_t end, ilane limit, int64_t base, ilane *list,
-                          int64_t *to)
+                          int64_u *to)
 {
     const vi_t than = (vi_t){0} + limit;
     vi_t lanes;
@@ -126,7 +126,7 @@ static int64_t place_of_nth(const ilane *order, int64_t n, ilane same)
 
 /* The numbers of the k largest of n scores, 1 <= k < n, in ascending order, counted from `base`. */
 static void list_largest(const fa_watch *watch, const lane *s, int64_t n, int64_t k, int64_t base,
-                         largest_scratch *scratch, int64_t *to)
+                         largest_scratch *scratch, int64_u *to)
 {
     ilane low, high;
     order_scores(s, n, scratch->order, &low, &high);

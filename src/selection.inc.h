@@ -247,7 +247,7 @@ static void select_of_query(const fa_selection_args *call, const query_block *qu
     const int64_t query = queries->query + i, allowed = allowed_keys(&call->attention, queries->b, query);
     const int64_t all = smaller(allowed, call->top_k), last = allowed - call->last;
     const int64_t k = call->top_k - call->first - call->last;
-    int64_t *to = (int64_t *)at(&call->selected, queries->b, queries->h_kv, query, 0);
+    int64_u *to = (int64_u *)at(&call->selected, queries->b, queries->h_kv, query, 0);
     if (allowed <= call->top_k) {
         for (int64_t j = 0; j < call->top_k; j++) to[j] = j < all ? j : -1;
         return;

@@ -83,6 +83,7 @@ typedef wlane vw_t __attribute__((vector_size(V_BYTES)));
 typedef uint64_t vq_t __attribute__((vector_size(V_BYTES)));
 typedef v_t vu_t __attribute__((aligned(1), may_alias));
 typedef lane lane_u __attribute__((aligned(1), may_alias)); /* a lane anywhere in memory */
+typedef int64_t int64_u __attribute__((aligned(1), may_alias));
 
 /* The intrinsic of this width and lane type: MM(fmadd) is _mm512_fmadd_ps with AVX-512 and float lanes. */
 #if defined V_AVX512 && LANE_BITS == 64
