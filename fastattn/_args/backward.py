@@ -65,6 +65,7 @@ class Gradients:
     args: BackwardArgs
     wanted: list[_Wanted]
 
+    @np.errstate(over="ignore")  # what is too large for float16 is infinite, as in kernels
     def results(self) -> tuple[Any, ...]:
         """The gradients, in the order of `need`, of what the kernels have left."""
         return tuple(self._result(each) for each in self.wanted)

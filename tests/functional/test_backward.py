@@ -272,6 +272,13 @@ def test_broadcast_inputs_have_summed_gradients(dtype, implementation):
         np.testing.assert_allclose(got[name].astype(float).reshape(total.shape), total, rtol=2e-3, atol=2e-3)
 
 
+def test_a_sum_too_large_for_float16_is_infinite(implementation):
+    """Without a warning, as where kernels round."""
+    q, dout, k = np.ones((2, 1, 1, 2), np.float16), np.full((2, 1, 1, 2), 6e4, np.float16), np.ones((1, 1, 2))
+    k = v = k.astype(np.float16)
+    assert (run(q, k, v, dout, np.zeros((2, 1, 1), np.float32), {}, ["dv"])["dv"] == np.inf).all()
+
+
 @pytest.mark.parametrize(("len_q", "len_k"), [(0, 5), (5, 0), (0, 0), (1, 1)])
 def test_nothing_to_attend(len_q, len_k, implementation):
     shape = Shape("", 2, 4, 2, len_q, len_k, 8)
