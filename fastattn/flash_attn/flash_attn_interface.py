@@ -195,7 +195,11 @@ def _attend(
         more |= zip(("cu_seqlens_q", "cu_seqlens_k", "block_table"), packed, strict=False)
         given = arrays | more
         given = dict(zip(given, same_kind(next(iter(arrays.values())), **given), strict=True))
-        q, k, v = (x for name in arrays for x in _parts(name, given.pop(name), "tokens" if packed else ""))
+        found: list[Any] = []
+        for each in arrays:
+            x = given.pop(each)
+            found += [x] if len(each) == 1 else _parts(each, x, "tokens" if packed else "batch, length")
+        q, k, v = found
         if not packed:
             require_shapes(("q", "k", "v"), q, k, v)
             if len(q) != len(k):
@@ -221,9 +225,7 @@ def _attend(
 
 def _parts(name: str, x: Any, rows: str) -> list[Any]:
     """The parts of `x`, the argument `name`, along its axis before the heads: q, k and v, or some of them."""
-    if len(name) == 1:
-        return [x]
-    dims = f"({rows or 'batch, length'}, {len(name)}, heads, head_dim)"
+    dims = f"({rows}, {len(name)}, heads, head_dim)"
     if x.ndim != dims.count(",") + 1 or x.shape[-3] != len(name):
         raise wrong_shape(name, x, dims)
     return [x[..., i, :, :] for i in range(len(name))]
