@@ -30,7 +30,7 @@ def selection(args: SelectionArgs) -> None:
         keys = task.keys()
         where: Any = (*task.batch, task.h_kv, slice(task.rows[0], task.rows[-1] + 1))
         scores = _scores(task, keys, args) if args.scores is None else args.scores[where][:, keys]
-        chosen = _largest(scores, task.end[0], args)
+        chosen = largest(scores, task.end[0], args.top_k, args.first, args.last)
         args.out[(*where, slice(chosen.shape[-1]))] = chosen
 
 
@@ -46,14 +46,18 @@ def _scores(task: Task, keys: slice, args: SelectionArgs) -> Array:
     return scores
 
 
-def _largest(scores: Array, end: Ints, args: SelectionArgs) -> Ints:
-    """Numbers of at most top_k keys before each row's `end`, ascending, and then -1."""
-    j, end = np.arange(scores.shape[-1]), end[:, None]
+def largest(scores: Array, end: Ints, count: int | Ints, first: int, last: int) -> Ints:
+    """Numbers of at most `count` keys before each row's `end`, ascending, and then -1.
+
+    The `first` and `last` ones are among them.
+    """
+    j, end, count = np.arange(scores.shape[-1]), end[:, None], np.reshape(count, (-1, 1))
     rank = np.where(np.isnan(scores), 1, 2)
-    rank[(j < args.first) | (j >= end - args.last)] = 0
+    rank[(j < first) | (j >= end - last)] = 0
     rank[j >= end] = 3
-    chosen = np.lexsort((-scores, rank), axis=-1)[:, : args.top_k]  # of equal ones, the first come first
-    chosen = np.sort(np.where(chosen < end, chosen, len(j)), axis=-1)
+    chosen = np.lexsort((-scores, rank), axis=-1)[:, : count.max()]  # of equal ones, the first come first
+    chosen = np.where((chosen < end) & (j[: chosen.shape[-1]] < count), chosen, len(j))
+    chosen.sort(axis=-1)
     return np.where(chosen < end, chosen, -1)
 
 

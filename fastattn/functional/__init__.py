@@ -7,6 +7,7 @@ docs/variants.md lists all variants, with recipes for others; `fastattn.grad.vjp
 from fastattn._args.names import show_public
 from fastattn.functional import feature_maps
 from fastattn.functional._backward import attention_backward, varlen_attention_backward
+from fastattn.functional._block_selection import select_blocks
 from fastattn.functional._deformable import deformable_attention
 from fastattn.functional._gated import gated_attention
 from fastattn.functional._recurrent import linear_attention
@@ -34,6 +35,7 @@ __all__ = [
     "gated_attention",
     "linear_attention",
     "mamba2_scan",
+    "select_blocks",
     "select_keys",
     "selected_attention",
     "selective_scan",
