@@ -1,6 +1,8 @@
 """Measure what docs/dev/ says of one thread, and how much of a layer or a step is Python.
 
-    python -m bench measure {peak,strided,padding,decode,layer,step,select,selected} [--isa ISA] [--dtype D]
+    python -m bench measure WHAT [--isa ISA] [--dtype D]
+
+WHAT is peak, strided, padding, decode, layer, step, select, selected or blocks.
 
 Each time is the shortest of many, in CPU time of the thread.
 The limit or the counterpart that it is compared with is measured in the same seconds.
@@ -230,9 +232,53 @@ def selected(dtype: str) -> None:
             print(f"{name}, {number * size} keys, {alike:.0%} alike: {1e3 * ours:.2f} ms, {ours / dense:.2f}")
 
 
+def blocks(dtype: str) -> None:
+    """A prompt with a fifth of the blocks, and how many keys are lost that some queries of a block need.
+
+    They have most of these queries' weight, among random keys.
+    """
+    fastattn.set_num_threads(1)
+    heads, length, width, size = 8, 16384, 64, 64
+    n, rng = length // size, np.random.default_rng(0)
+    q, k, v = (normal((heads, length, width), dtype) for _ in range(3))
+    (exact,) = best(lambda: fastattn.attention(q, k, v, causal=True))
+    for rule, stride in (("antidiagonal", 4), ("antidiagonal", 8), ("mean", 16)):
+        options = {"keep": 0.2, "rule": rule, "stride": stride, "causal": True}
+        lists = functional.select_blocks(q, k, **options)
+        times = best(
+            lambda o=options: functional.select_blocks(q, k, **o),
+            lambda x=lists: functional.selected_attention(q, k, v, x, block_size=size, causal=True),
+        )
+        lost = []
+        for needing in (64, 16, 4):
+            rows, keys = np.array(q, np.float32), np.array(k, np.float32)
+            places = [
+                (h, b, int(rng.integers(size, size * b - size)))
+                for h in range(heads)
+                for b in range(n // 2, n)
+            ]
+            for head, block, key in places:
+                direction = rng.standard_normal(width)
+                direction *= 12**0.5 * width**0.25 / np.linalg.norm(direction)  # a score of 12
+                rows[head, size * block : size * block + needing] += direction
+                keys[head, key] = direction
+            found = functional.select_blocks(rows, keys, **options)
+            lost.append(
+                np.mean([key // size not in found[head, size * block] for head, block, key in places])
+            )
+        shares = ", ".join(f"{share:.1%}" for share in lost)
+        parts = ", ".join(f"{seconds / exact:.2f}" for seconds in times)
+        print(
+            f"{rule}, stride {stride}: {exact / sum(times):.2f} times exact attention ({parts} of its time)"
+        )
+        print(f"  lost, of keys that 64, 16 and 4 queries of a block need: {shares}", flush=True)
+
+
 def main(words: list[str]) -> None:
     """Parse the command line and measure."""
-    measures = {f.__name__: f for f in (peak, strided, padding, decode, layer, step, select, selected)}
+    measures = {
+        f.__name__: f for f in (peak, strided, padding, decode, layer, step, select, selected, blocks)
+    }
     parser = argparse.ArgumentParser(
         prog="python -m bench measure", description=(__doc__ or "").splitlines()[0]
     )

