@@ -12,6 +12,7 @@ import numpy as np
 
 from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.grad import places
+from fastattn._args.quiet import quiet
 from fastattn._args.results import require_apart, result_array
 from fastattn._args.types import (
     AXES,
@@ -65,7 +66,7 @@ class Gradients:
     args: BackwardArgs
     wanted: list[_Wanted]
 
-    @np.errstate(over="ignore")  # what is too large for float16 is infinite, as in kernels
+    @quiet  # what is too large for float16 is infinite, as in kernels
     def results(self) -> tuple[Any, ...]:
         """The gradients, in the order of `need`, of what the kernels have left."""
         return tuple(self._result(each) for each in self.wanted)

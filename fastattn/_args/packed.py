@@ -16,6 +16,7 @@ import numpy as np
 from fastattn._args.blocks import aligned_empty, copied
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
+from fastattn._args.quiet import quiet
 from fastattn._args.types import Activation, Array, KernelArgs, Rounding
 from fastattn._args.values import flag, integer
 from fastattn._args.weight_types import (
@@ -168,7 +169,7 @@ class PackedLinear:
         shared = [x if x is None else x[panel, ..., column][..., None] for x in (self.scales, self.minima)]
         return self._floats(self.panels[panel, :, column][:, :, None], *shared)[:, 0]
 
-    @np.errstate(all="ignore")
+    @quiet
     def _floats(self, panels: Array, scales: Array | None, minima: Array | None) -> Array:
         """(panels, columns, in_features), row by row, of panels (panels, steps, columns[, stored])."""
         stored, k = STORED[self.dtype], self.in_features

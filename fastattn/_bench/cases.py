@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastattn import masks, positions
+from fastattn._args.quiet import quiet
 
 Array = np.ndarray[Any, Any]
 Arguments = dict[str, Any]
@@ -171,7 +172,7 @@ def pairs() -> list[tuple[str, str]]:
     return [(a, b) for a, b in combinations(VARIANTS, 2) if keys[a] and keys[b] and not keys[a] & keys[b]]
 
 
-@np.errstate(all="ignore")
+@quiet
 def definition(
     q: Array, k: Array, v: Array, *, dtype: Any, mask: Any = None, bias: Any = None, causal: bool = False,
     window: tuple[int, int] | None = None, scale: float | None = None, softcap: float | None = None,

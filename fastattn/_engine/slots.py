@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from fastattn._args.quiet import quiet
 from fastattn._args.types import Array, Ints, RopeArgs, lane_dtype
 from fastattn._args.values import readable
 from fastattn._engine import dispatch, settings
@@ -32,7 +33,7 @@ class Slots(NamedTuple):
         k, v = self.k[i : i + 1], self.v[i : i + 1]
         return Slots(k, v, start, None, start + tokens, k_scale, v_scale)
 
-    @np.errstate(over="ignore")  # a float32 too large for float16 becomes infinite
+    @quiet  # a float32 too large for float16 becomes infinite
     def put(self, k: Array, v: Array, first: int = 0) -> None:
         """Write k and v (batch, heads, tokens, head_dim) to the heads from `first` on.
 

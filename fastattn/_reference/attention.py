@@ -18,6 +18,7 @@ import numpy as np
 
 from fastattn._args.blocks import BLOCK, blocks
 from fastattn._args.key_ranges import closed, places
+from fastattn._args.quiet import quiet
 from fastattn._args.types import ARRAYS_OF_HEADS, AXES, Array, AttentionArgs, lane_dtype
 from fastattn._reference import philox
 from fastattn._reference.modifiers import Scores
@@ -41,7 +42,7 @@ def block_sizes(args: AttentionArgs) -> tuple[int, int]:
     return block_q, block_k
 
 
-@np.errstate(all="ignore")
+@quiet
 def attention(args: AttentionArgs, score_mod: Callable[..., Array] | None = None) -> None:
     """Fill args.out, and args.lse and args.statistics if they are there; see flex_attention for score_mod."""
     args = in_one_piece(args)
@@ -62,7 +63,7 @@ def attention(args: AttentionArgs, score_mod: Callable[..., Array] | None = None
             _collect(args, task, block_k, base, row_sum)
 
 
-@np.errstate(all="ignore")
+@quiet
 def weights(args: AttentionArgs) -> Array:
     """Probabilities (*batch, heads_q, len_q, len_k) in q's dtype."""
     result = np.zeros((*args.batch_shape, args.heads_q, args.len_q, args.len_k), args.q.dtype)
@@ -78,7 +79,7 @@ def weights(args: AttentionArgs) -> Array:
     return result
 
 
-@np.errstate(all="ignore")
+@quiet
 def merge_states(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array) -> None:
     """Merge results over disjoint sets of keys into out (..., head_dim_v) and lse (...)."""
     # lse = log(sum over parts of exp(part_lse))

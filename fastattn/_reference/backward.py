@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fastattn._args.quiet import quiet
 from fastattn._args.types import OF_HEADS, Array, BackwardArgs
 from fastattn._reference.attention import Call, Task, block_sizes, sequences
 
@@ -20,7 +21,7 @@ from fastattn._reference.attention import Call, Task, block_sizes, sequences
 _FEW = 8
 
 
-@np.errstate(all="ignore")
+@quiet
 def attention_backward(
     args: BackwardArgs,
     score_mod: Callable[..., Array] | None = None,

@@ -9,6 +9,7 @@ import numpy as np
 
 from fastattn._args.blocks import BLOCK
 from fastattn._args.grad_types import ConvGradArgs, ScanGradArgs
+from fastattn._args.quiet import quiet
 from fastattn._args.recurrent_types import ConvArgs, ScanArgs, each_sequence
 from fastattn._args.types import Array
 from fastattn._reference.activations import activate, slope
@@ -47,7 +48,7 @@ def _pre(args: ConvArgs, x: Array, state: Array | None, begin: int, end: int) ->
     return total
 
 
-@np.errstate(all="ignore")
+@quiet
 def conv(args: ConvArgs) -> None:
     """Fill args.out."""
     for tokens, s in each_sequence(args):
@@ -56,7 +57,7 @@ def conv(args: ConvArgs) -> None:
             args.out[tokens][..., begin:end, :] = activate(_pre(args, x, state, begin, end), args.activation)
 
 
-@np.errstate(all="ignore")
+@quiet
 def conv_grad(args: ConvGradArgs) -> None:
     """Fill args.dx, args.dstate and args.sums, those that are there."""
     a = args.forward
@@ -125,7 +126,7 @@ def _flush(h: Array) -> Array:
     return h
 
 
-@np.errstate(all="ignore")
+@quiet
 def scan(a: ScanArgs) -> None:
     """Fill args.out and args.state_out."""
     lane = a.rates.dtype
@@ -140,7 +141,7 @@ def scan(a: ScanArgs) -> None:
         a.state_out[s] = h
 
 
-@np.errstate(all="ignore")
+@quiet
 def scan_grad(args: ScanGradArgs) -> None:
     """Fill the gradients of `args` that are there."""
     a = args.forward

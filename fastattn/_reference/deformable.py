@@ -10,6 +10,7 @@ import numpy as np
 
 from fastattn._args.blocks import BLOCK
 from fastattn._args.grad_types import DeformableGradArgs
+from fastattn._args.quiet import quiet
 from fastattn._args.types import Array, DeformableArgs, Ints
 
 # Along an axis: the first place, and of it and the next one the weights, and whether they are there.
@@ -79,7 +80,7 @@ def _taken(v: Array, rows: Ints, wanted: Array, lane: Any) -> Array:
     return np.where(wanted[..., None], found.astype(lane), 0)
 
 
-@np.errstate(all="ignore")
+@quiet
 def deformable(a: DeformableArgs) -> None:
     """Fill args.out."""
     lane = a.locations.dtype
@@ -95,7 +96,7 @@ def deformable(a: DeformableArgs) -> None:
     a.out[...] = total
 
 
-@np.errstate(all="ignore")
+@quiet
 def deformable_grad(args: DeformableGradArgs) -> None:
     """Fill args.dlocations and args.dweights, and add to args.dv: those that are there."""
     a, lane = args.forward, args.forward.locations.dtype

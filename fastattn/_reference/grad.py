@@ -9,13 +9,14 @@ import numpy as np
 
 from fastattn._args.blocks import blocks
 from fastattn._args.grad_types import DropoutArgs, LogitsArgs, OuterArgs, RowsGradArgs, ScatterArgs
+from fastattn._args.quiet import quiet
 from fastattn._args.types import Array, lane_dtype
 from fastattn._reference.activations import activate, slope
 from fastattn._reference.ops import side_by_side
 from fastattn._reference.philox import kept
 
 
-@np.errstate(all="ignore")
+@quiet
 def rows_grad(args: RowsGradArgs) -> None:
     """Fill args.dx, args.dup, args.dweight and args.dbias, those that are there."""
     lane, args = lane_dtype(args.x.dtype), side_by_side(args)
@@ -81,7 +82,7 @@ def _norm_grad(
 _OUTER_ROWS = 4096
 
 
-@np.errstate(all="ignore")
+@quiet
 def outer(args: OuterArgs) -> None:
     """Fill args.out and args.sums, those that are there."""
     lane = lane_dtype(args.a.dtype)
@@ -97,7 +98,7 @@ def outer(args: OuterArgs) -> None:
             args.sums += a.sum(axis=0)
 
 
-@np.errstate(all="ignore")
+@quiet
 def logits(args: LogitsArgs) -> None:
     """Fill args.loss, and args.logits with the gradient."""
     n = args.logits.shape[1]
@@ -124,7 +125,7 @@ def logits(args: LogitsArgs) -> None:
 _GATHERED = 256
 
 
-@np.errstate(all="ignore")
+@quiet
 def scatter(args: ScatterArgs) -> None:
     """Add rows to args.out."""
     for i, place in enumerate(args.places.tolist()):
@@ -133,7 +134,7 @@ def scatter(args: ScatterArgs) -> None:
             args.out[place] += args.x[which].astype(args.out.dtype, copy=False).sum(axis=0)
 
 
-@np.errstate(all="ignore")
+@quiet
 def dropout(args: DropoutArgs) -> None:
     """Fill args.out."""
     m, n = args.x.shape

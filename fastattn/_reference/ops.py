@@ -10,6 +10,7 @@ import numpy as np
 
 from fastattn._args.blocks import blocks
 from fastattn._args.packed import LinearArgs, PackedLinear
+from fastattn._args.quiet import quiet
 from fastattn._args.types import Array, RopeArgs, RowsArgs, lane_dtype
 from fastattn._args.weight_types import STORED, columns
 from fastattn._reference.activations import activate
@@ -22,7 +23,7 @@ _BLOCK_PANELS = 32
 _BLOCK_MULTIPLICATIONS = 1 << 30
 
 
-@np.errstate(all="ignore")
+@quiet
 def linear(args: LinearArgs) -> None:
     """Fill args.out."""
     if args.transposed:
@@ -128,7 +129,7 @@ def _integer_products(x: Array, x_scales: Array, middles: Array, weight: PackedL
     return np.asarray(total * (x_scales * unit) + weight_sums * middles)
 
 
-@np.errstate(all="ignore")
+@quiet
 def rows(args: RowsArgs) -> None:
     """Fill args.out, and args.total if it is there."""
     lane, args = lane_dtype(args.out.dtype), side_by_side(args)
@@ -184,7 +185,7 @@ def _softmax(x: Array) -> Array:
     return result
 
 
-@np.errstate(all="ignore")
+@quiet
 def rope(args: RopeArgs) -> None:
     """Fill args.out, and args.scale if it is there."""
     x, out = args.x, args.out

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fastattn._args.packed import PackArgs
+from fastattn._args.quiet import quiet
 from fastattn._args.types import Array
 from fastattn._args.weight_types import BLOCK, STORED, Stored, columns, two_a_byte
 
@@ -16,7 +17,7 @@ from fastattn._args.weight_types import BLOCK, STORED, Stored, columns, two_a_by
 _BLOCK, _BLOCK_FEATURES = 1 << 17, 1 << 12
 
 
-@np.errstate(all="ignore")  # a float64 too large for float32 becomes infinite
+@quiet  # a float64 too large for float32 becomes infinite
 def pack(args: PackArgs) -> None:
     """Fill args.out, args.scales, args.minima, args.sums and args.bad."""
     if args.blocks and args.blocks[0].layout is not None:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastattn._args.blocks import blocks
+from fastattn._args.quiet import quiet
 from fastattn._args.recurrent_types import RecurrentArgs, RecurrentBackwardArgs
 from fastattn._args.types import Array, lane_dtype
 
@@ -46,7 +47,7 @@ _OF_STATES |= dict.fromkeys(("norm", "norm_out", "dnorm", "dnorm_out"), 2)
 _DECAYS = ("log_decay", "dlog_decay")
 
 
-@np.errstate(all="ignore")
+@quiet
 def recurrent(args: RecurrentArgs) -> None:
     """Fill args.out and args.state_out, and args.norm_out if it is there."""
     if args.begins is not None:
@@ -224,7 +225,7 @@ class _Chunk(NamedTuple):
     fade: Array  # the same: of a key at the chunk's end
 
 
-@np.errstate(all="ignore")
+@quiet
 def recurrent_backward(args: RecurrentBackwardArgs) -> None:
     """Fill those results of `args` that are wanted."""
     a = args.forward

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from fastattn._args.quiet import quiet
 from fastattn._args.types import Array, AttentionArgs, RowwiseArgs, RowwiseBackwardArgs
 from fastattn._reference.attention import TILE_SCORES, Call, Task, attending, exp_below, normalised, tasks
 from fastattn._reference.backward import BackwardTask, flat, weighted
@@ -25,7 +26,7 @@ from fastattn._reference.backward import BackwardTask, flat, weighted
 _ADDITIVE_DEPTH = 64
 
 
-@np.errstate(all="ignore")
+@quiet
 def rowwise(args: RowwiseArgs) -> None:
     """Fill args.attention.out."""
     out = args.attention.out
@@ -38,7 +39,7 @@ def rowwise(args: RowwiseArgs) -> None:
         out[task.where] = _attend(task, args)
 
 
-@np.errstate(all="ignore")
+@quiet
 def rowwise_backward(args: RowwiseBackwardArgs) -> None:
     """Fill the gradients that `args` asks for."""
     forward: Any = args.rowwise

@@ -14,13 +14,14 @@ import numpy as np
 
 from fastattn._args.grad_types import ScatterArgs
 from fastattn._args.key_ranges import closed, union
+from fastattn._args.quiet import quiet
 from fastattn._args.types import Array, AttentionArgs, Ints, NearestArgs, SelectedArgs, SelectionArgs, Shape
 from fastattn._reference.attention import TILE_SCORES, Call, Task, attention, tasks
 
 _ONES = np.array([byte.bit_count() for byte in range(256)], np.uint8)  # bits of a byte
 
 
-@np.errstate(all="ignore")
+@quiet
 def selection(args: SelectionArgs) -> None:
     """Fill args.out."""
     a = args.attention
@@ -61,7 +62,7 @@ def largest(scores: Array, end: Ints, count: int | Ints, first: int, last: int) 
     return np.where(chosen < end, chosen, -1)
 
 
-@np.errstate(all="ignore")
+@quiet
 def nearest(args: NearestArgs) -> None:
     """Fill args.out and args.scores."""
     lane, count = args.scores.dtype, args.top_k

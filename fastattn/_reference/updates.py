@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from fastattn._args.quiet import quiet
 from fastattn._args.types import Array
 from fastattn._args.updates import UPDATE_BLOCK, UpdateArgs
 
 Block = tuple[Array, Array | None, Array | None, Array | None]
 
 
-@np.errstate(all="ignore")
+@quiet
 def update(args: UpdateArgs) -> None:
     """Change the parameters in place, or fill args.sums. A block at a time: it stays in the caches."""
     for i, block in enumerate(_blocks(args)):

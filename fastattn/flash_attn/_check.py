@@ -42,7 +42,7 @@ def same_kind(first: Any, /, **others: Any) -> tuple[Any, ...]:
 
 def require_shapes(names: tuple[str, str, str], *arrays: Any) -> None:
     """Raise unless the arrays q, k and v are (batch, length, heads, head_dim), and fit."""
-    q, k, v = shapes = arrays[0].shape, arrays[1].shape, arrays[2].shape
+    q, k, v = arrays[0].shape, arrays[1].shape, arrays[2].shape
     if not len(q) == len(k) == len(v) == 4:
         name, x = next((n, x) for n, x in zip(names, arrays, strict=True) if x.ndim != 4)
         raise wrong_shape(name, x, "(batch, length, heads, head_dim)")
@@ -51,7 +51,7 @@ def require_shapes(names: tuple[str, str, str], *arrays: Any) -> None:
     if k[0] != v[0]:
         raise wrong_shape(names[2], arrays[2], f"{k[0]} in the first axis, as {names[1]} has")
     if not (fits and k[3] == q[3] and q[2] and heads_kv and q[3] and v[3]) or q[2] % heads_kv:
-        raise_shapes(names, shapes, heads_axis=-2)
+        raise_shapes(names, (tuple(q), tuple(k), tuple(v)), heads_axis=-2)
 
 
 def window_of(window_size: Any) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import named
+from fastattn._args.quiet import quiet
 from fastattn._args.types import FLOAT64, Array, ArrayLike, AttentionArgs, Ints, NDArray, lane_dtype
 from fastattn._args.values import MAX_POSITION, choice, flag, float_array, integer, number, require_broadcast
 from fastattn._reference.selection import largest
@@ -203,7 +204,7 @@ class _Estimate:
                 out[item][head, :, : len(per_block)] = np.add.reduceat(sums, per_rows, axis=1).sum(axis=0)
         return out
 
-    @np.errstate(all="ignore")
+    @quiet
     def _probabilities(self, rows: Array, keys: Array, end: Ints) -> Array:
         """Probabilities (heads, rows, keys) of the keys before each row's end, in memory of the next call."""
         flat = (rows * self.lane.type(self.scale)).reshape(-1, rows.shape[-1])

@@ -10,6 +10,7 @@ import numpy as np
 from fastattn._args.cache import append_args
 from fastattn._args.dtypes import float_dtype
 from fastattn._args.errors import named
+from fastattn._args.quiet import quiet
 from fastattn._args.types import FLOAT32, Array, ArrayLike, DTypeLike
 from fastattn._args.values import MOST_SIZE, integer
 from fastattn._engine.slots import stored
@@ -119,7 +120,7 @@ class PagedKVCache:
                 self._free.append(page)
 
     @named("PagedKVCache.append")
-    @np.errstate(over="ignore")  # a float32 too large for float16 becomes infinite
+    @quiet  # a float32 too large for float16 becomes infinite
     def append(
         self, sequences: Sequence[int], k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None
     ) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from fastattn._args.errors import named, wrong_shape
+from fastattn.flash_attn._check import sides, window_of
 from fastattn.functional import varlen_attention_backward
 from fastattn.functional._attention import varlen_attention
-from fastattn.torch._attention import sides
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
 
 _LIBRARY = torch.library.Library("torch_attn", "IMPL")
@@ -19,7 +19,7 @@ _LIBRARY = torch.library.Library("torch_attn", "IMPL")
 
 def _options(causal: bool, scale: float | None, window: Sequence[int] | None) -> dict[str, Any]:
     options = {"causal": causal, "scale": scale, "num_threads": num_threads()}
-    return options if causal else options | {"window": sides(window)}
+    return options if causal or window is None else options | {"window": sides(window_of(list(window)))}
 
 
 def _check_used(used: Any, room: Any) -> None:
@@ -38,6 +38,9 @@ def _forward(
     seqused_k: Any = None, block_table: Any = None, num_splits: int | None = None,
 ) -> Any:  # fmt: skip
     options = _options(is_causal, scale, window_size)
+    if block_table is not None and seqused_k is None:
+        expected = "one number for each sequence, as block_table is given"
+        raise ValueError(f"(): seqused_k is None; expected {expected}")
     if seqused_k is not None:
         if block_table is None:
             room = cu_seq_k[1:].clamp(max=len(k)) - cu_seq_k[:-1]

@@ -49,7 +49,9 @@ def by_definition(q, k, keep, rule, stride, size, offset, first, last):
 
 
 @pytest.mark.parametrize("rule", ["mean", "antidiagonal"])
-@pytest.mark.parametrize(("causal", "offset"), [(False, None), (True, None), (True, 3), (True, -9), (True, 200)])
+@pytest.mark.parametrize(
+    ("causal", "offset"), [(False, None), (True, None), (True, 3), (True, -9), (True, 200)]
+)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize(("len_q", "len_k"), [(37, 90), (64, 64), (5, 41), (90, 37)])
 def test_definition(len_q, len_k, dtype, causal, offset, rule):

@@ -80,8 +80,13 @@ def test_errors_are_those_of_varlen_attention():
     q, k, v = operands()
     with pytest.raises(ValueError, match=r"^varlen_attention\(\): cu_seqlens_q"):
         varlen_attn(q, k, v, begins(LENGTHS_K), begins(LENGTHS_K), 8, 8)
-    with pytest.raises(ValueError, match=r"^varlen_attn\(\): window is"):
+    with pytest.raises(ValueError, match=r"^varlen_attn\(\): window_size\[0\] is -3"):
         varlen_attn(q, k, v, begins(LENGTHS_Q), begins(LENGTHS_K), 8, 8, window_size=(-3, 0))
+    table = torch.zeros(len(LENGTHS_Q), 1, dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"^varlen_attn\(\): seqused_k is None; expected one number for each"
+    ):
+        varlen_attn(q, k[:, None], v[:, None], begins(LENGTHS_Q), None, 8, 8, block_table=table)
 
 
 @pytest.mark.parametrize("pages", [False, True])
