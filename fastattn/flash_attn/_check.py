@@ -37,6 +37,9 @@ def same_kind(first: Any, /, **others: Any) -> tuple[Any, ...]:
     for name, x in others.items():
         if x is not None and not is_tensor(x):
             raise wrong_type(name, x, "a tensor, as the others are")
+        if x is not None and x.is_cpu != first.is_cpu:
+            expected = f"{first.device.type}, as the first one is"
+            raise ValueError(f"(): {name} is on {x.device.type}; expected {expected}")
     return tuple(others.values())
 
 

@@ -32,8 +32,6 @@ _SIDE = 128  # queries, and keys, of a block for that: larger ones are cut
 _known: WeakKeyDictionary[Any, tuple[Any, Any, Mask | Array]] = WeakKeyDictionary()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-@named("flex_attention")
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -92,6 +90,15 @@ def flex_attention(
 
     Source: J. Dong et al., "Flex Attention", 2024, arXiv:2412.05496.
     """
+    return _computed(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # torch.compile(flex_attention) would ignore it there
+@named("flex_attention")
+def _computed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any,
+    scale: float | None, enable_gqa: bool, return_lse: bool, return_aux: Any,
+) -> Any:  # fmt: skip
     tensors = {"query": query, "key": key, "value": value}
     _check(tensors, enable_gqa, block_mask, return_lse, return_aux)
     if torch.is_autocast_enabled("cpu"):

@@ -31,7 +31,9 @@ def define(
 
     def checked(*args: Any, **options: Any) -> Any:
         names = (argument.name for argument in op._schema.arguments)
-        given = stand_ins(dict(zip(names, args, strict=False)) | options)
+        named = dict(zip(names, args, strict=False)) | options
+        _require_one_device(name, named)
+        given = stand_ins(named)
         if given is not None:
             check(**given)
         return fake(*args, **options)
@@ -42,6 +44,16 @@ def define(
     torch.library.register_fake(f"fastattn::{name}", checked, lib=LIBRARY)
     op = getattr(torch.ops.fastattn, name).default
     return op
+
+
+def _require_one_device(func: str, given: dict[str, Any]) -> None:
+    """Raise if tensors are on several devices: one that only has shapes would make a result of nothing."""
+    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    first, *others = tensors
+    for name in others:
+        came, expected = tensors[name].device.type, tensors[first].device.type
+        if came != expected:
+            raise ValueError(f"{func}(): {name} is on {came}; expected {expected}, as {first} is")
 
 
 def differentiate(op: Any, backward: Callable[..., Any], keep: Callable[..., None], func: str) -> None:

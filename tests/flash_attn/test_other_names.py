@@ -87,6 +87,27 @@ def test_rotary_embedding(scale_base):
         np.testing.assert_allclose(found_kv, expected[:, :, 1:], atol=1e-12)
 
 
+def test_rotary_embedding_of_other_frequencies():
+    """Of a class, or assigned or written to later; tables have the names that they have in flash-attn."""
+
+    class Slower(rotary.RotaryEmbedding):
+        def _compute_inv_freq(self, device=None):
+            return super()._compute_inv_freq(device) / 4
+
+    qkv = RNG.standard_normal((2, 9, 3, 4, 8)).astype(np.float32)
+    expected, changed, written = Slower(8)(qkv.copy()), rotary.RotaryEmbedding(8), rotary.RotaryEmbedding(8)
+    assert not np.array_equal(changed(qkv.copy()), expected)
+    assert not np.array_equal(written(qkv.copy()), expected)
+    changed.inv_freq = changed.inv_freq / 4
+    written.inv_freq /= 4
+    np.testing.assert_array_equal(changed(qkv.copy()), expected)
+    np.testing.assert_array_equal(written(qkv.copy()), expected)
+    changed._update_cos_sin_cache(20, dtype="float64")
+    np.testing.assert_allclose(changed._cos_cached, np.cos(np.outer(np.arange(20), changed.inv_freq)))
+    assert changed._sin_cached.dtype == np.float64
+    assert changed._cos_k_cached is None
+
+
 X, TABLE = np.ones((2, 5, 4, 8), np.float32), np.ones((9, 4), np.float32)
 
 

@@ -329,9 +329,28 @@ def test_rotary_embedding():
     torch.testing.assert_close(compiled(qkv), torch.from_numpy(expected))
     for made in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         torch.testing.assert_close(made(qkv.clone(), seqlen_offset=3), torch.from_numpy(expected))
+    changed = rotary.RotaryEmbedding(8)
+    changed.inv_freq = torch.from_numpy(changed.inv_freq).float() / 4
+    layer.inv_freq /= 4
+    torch.testing.assert_close(changed(qkv.clone()), layer(qkv.clone()))
+    changed._update_cos_sin_cache(20, device="cpu", dtype=torch.bfloat16)
+    assert changed._sin_cached.dtype is torch.bfloat16
     leaf = qkv.clone().requires_grad_()
     layer(leaf * 1).square().sum().backward()
     torch.testing.assert_close(leaf.grad, 2 * leaf.detach())  # rotations keep lengths
+
+
+def test_tensors_are_on_one_device():
+    """A kernel of shapes alone would leave a result of nothing."""
+    x, elsewhere = torch.randn(1, 8, 2, 16), torch.empty(1, 8, 2, 16, device="meta")
+    for call in (
+        lambda: fa.flash_attn_func(x, elsewhere, x),
+        lambda: fa.flash_attn_with_kvcache(x, elsewhere, elsewhere, cache_seqlens=3),
+        lambda: torch.ops.fastattn.attention(x, elsewhere, x),
+        lambda: torch.ops.fastattn.attention(x, x, x, bias=elsewhere),
+    ):
+        with pytest.raises(ValueError, match=r"\(\): (k|k_cache|bias) is on meta; expected cpu, as "):
+            call()
 
 
 def test_padding():

@@ -271,6 +271,13 @@ def test_autocast_and_compilers():
     q, k, v = operands()
     with torch.autocast("cpu", torch.bfloat16):
         assert flex_attention(q, k.bfloat16(), v).dtype is torch.bfloat16
+    alibi = torch.rand(4)
+
+    def score_mod(score, b, h, i, j):
+        return score - alibi[h % 4] * (i - j)
+
+    direct = torch.compile(flex_attention, backend="eager")(q, k, v, score_mod)
+    torch.testing.assert_close(direct, flex_attention(q, k, v, score_mod))
     compiled = torch.compile(lambda *x: flex_attention(*x) * 2, backend="eager")
     torch.testing.assert_close(compiled(q, k, v), flex_attention(q, k, v) * 2)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.names import show_public
+from fastattn._args.types import Array
 from fastattn._args.values import flag
 from fastattn.flash_attn._check import is_tensor, of_tensors, same_kind
 from fastattn.flash_attn._rotate import rotate_by_offsets
@@ -81,8 +82,9 @@ def apply_rotary_emb_kv_(
 class RotaryEmbedding:
     """`apply_rotary_emb` in place, with tables that grow; it has no parameters and is no module of torch.
 
-    Pair i of the first `dim` dimensions turns by ``base ** (-2 * i / dim)`` a position. With `scale_base`,
-    queries and keys are scaled by their positions, as by XPos (Sun et al., 2022, arXiv:2212.10554).
+    Pair i of the first `dim` dimensions turns by ``inv_freq[i]`` a position: ``base ** (-2 * i / dim)``, or
+    what is assigned, or what a class's own `_compute_inv_freq` returns. With `scale_base`, queries and keys
+    are scaled by their positions, as by XPos (Sun et al., 2022, arXiv:2212.10554).
     """
 
     def __init__(
@@ -90,7 +92,13 @@ class RotaryEmbedding:
         device: Any = None,
     ) -> None:  # fmt: skip
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
-        self._tables: dict[Any, tuple[Any, ...]] = {}  # of each kind and dtype
+        self.inv_freq = self._compute_inv_freq(device=device)
+        self._made_of: tuple[Array, Any] | None = None  # frequencies and dtype of the tables
+        # For `flash_attn_with_kvcache`, after `_update_cos_sin_cache`; without `scale_base` keys have none.
+        self._cos_cached: Any = None
+        self._sin_cached: Any = None
+        self._cos_k_cached: Any = None
+        self._sin_k_cached: Any = None
 
     def __call__(
         self, qkv: Any, kv: Any = None, seqlen_offset: Any = 0, max_seqlen: int | None = None,
@@ -104,8 +112,9 @@ class RotaryEmbedding:
             is_number = isinstance(seqlen_offset, int)
             last = seqlen_offset if is_number else int(np.asarray(seqlen_offset).max(initial=0))
             max_seqlen = max(qkv.shape[1], 0 if kv is None else kv.shape[1]) + last
-        cos, sin, cos_k, sin_k = self._tables_for(max_seqlen, qkv)
-        more = self.interleaved, seqlen_offset
+        self._update_cos_sin_cache(max_seqlen, dtype=qkv.dtype)
+        cos, sin, more = self._cos_cached, self._sin_cached, (self.interleaved, seqlen_offset)
+        cos_k, sin_k = (cos, sin) if self._cos_k_cached is None else (self._cos_k_cached, self._sin_k_cached)
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, *more, num_heads_q)
         if qkv.ndim != 4:  # before kv is turned
@@ -115,20 +124,34 @@ class RotaryEmbedding:
 
     forward = __call__
 
-    def _tables_for(self, length: int, like: Any) -> tuple[Any, ...]:
-        """Cos and sin of queries, and of keys, for `length` positions or more, as `like`."""
-        key = is_tensor(like), like.dtype
-        if key not in self._tables or len(self._tables[key][0]) < length:
-            pair, scale = np.arange(0, self.dim, 2), np.ones(1)
-            angles = np.outer(np.arange(length), self.base ** (-pair / self.dim))
-            if self.scale_base is not None:
-                power = (np.arange(length) - length // 2) / self.scale_base
-                scale = ((pair + 0.4 * self.dim) / (1.4 * self.dim)) ** power[:, None]
-            found: Any = [f(angles) * s for s in (scale, 1 / scale) for f in (np.cos, np.sin)]
-            if key[0]:
-                found = [sys.modules["torch"].from_numpy(x).to(like.dtype) for x in found]
-            self._tables[key] = tuple(x if key[0] else x.astype(like.dtype) for x in found)
-        return self._tables[key]
+    def _compute_inv_freq(self, device: Any = None) -> Any:
+        """Radians a position of each pair of dimensions; flash-attn's name, which programs override."""
+        found: Array = self.base ** (-np.arange(0, self.dim, 2) / self.dim)
+        return found
+
+    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: Any = None) -> None:
+        """Make tables of `seqlen` positions or more, of a dtype of NumPy (float32 if None) or of torch."""
+        torch = sys.modules.get("torch")
+        of_tensors = torch is not None and isinstance(dtype, torch.dtype)
+        dtype = dtype if of_tensors else np.dtype(dtype or np.float32)
+        freq = self.inv_freq.double().numpy() if is_tensor(self.inv_freq) else self.inv_freq
+        same = self._made_of is not None and dtype == self._made_of[1] and seqlen <= len(self._cos_cached)
+        if same and np.array_equal(freq, self._made_of[0]):  # type: ignore[index]
+            return
+        self._made_of = np.array(freq, np.float64), dtype  # a copy: it may be written to
+        pair, scale = np.arange(0, self.dim, 2), np.ones(1)
+        angles = np.outer(np.arange(seqlen), self._made_of[0])
+        if self.scale_base is not None:
+            power = (np.arange(seqlen) - seqlen // 2) / self.scale_base
+            scale = ((pair + 0.4 * self.dim) / (1.4 * self.dim)) ** power[:, None]
+        found: Any = [f(angles) * s for s in (scale, 1 / scale) for f in (np.cos, np.sin)]
+        if of_tensors:
+            found = [sys.modules["torch"].from_numpy(x).to(dtype) for x in found]
+        else:
+            found = [x.astype(dtype) for x in found]
+        self._cos_cached, self._sin_cached = found[:2]
+        if self.scale_base is not None:
+            self._cos_k_cached, self._sin_k_cached = found[2:]
 
 
 show_public(__name__)
