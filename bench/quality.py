@@ -221,7 +221,7 @@ def blocks(options: argparse.Namespace) -> None:
 def answered(
     weights: dict[str, np.ndarray], ids: np.ndarray, n_answer: int, kept: dict[str, Any] | None
 ) -> tuple[float, float]:
-    """Mean surprise of the tokens before the answer, and the mean probability of its own."""
+    """Mean negative log-likelihood of the tokens before the answer, mean probability of the answer's."""
 
     def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         if kept is None:

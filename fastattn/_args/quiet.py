@@ -15,7 +15,8 @@ R = TypeVar("R")
 def quiet(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate: no warnings, in this thread alone.
 
-    ``np.errstate`` as a decorator has one state for all calls in NumPy 1.26, and mixes those of threads up.
+    In NumPy 1.26, ``np.errstate`` as a decorator shares one state among all calls: concurrent ones restore
+    each other's settings.
     """
 
     @functools.wraps(function)

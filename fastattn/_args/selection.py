@@ -9,7 +9,7 @@ import numpy as np
 from fastattn._args import key_ranges
 from fastattn._args.attention import attention_args, lengths_of
 from fastattn._args.errors import wrong_shape
-from fastattn._args.types import Array, AttentionArgs, SelectedArgs, SelectionArgs, lane_dtype
+from fastattn._args.types import Array, AttentionArgs, SelectedArgs, SelectionArgs, Shape, lane_dtype
 from fastattn._args.values import (
     MAX_POSITION,
     MOST_SIZE,
@@ -78,10 +78,16 @@ def _place(a: AttentionArgs, causal: Any, q_offset: Any, kv_lengths: Any, block_
 def given_scores(args: SelectionArgs, begin: int, end: int, scores: Any) -> Array:
     """`scores`, which the argument `score` has returned for queries `begin` to `end`."""
     a = args.attention
-    found = float_array("what score returns", scores)
     shape = (*a.batch_shape, a.heads_kv, end - begin, a.len_k)
-    require_broadcast("what score returns", found.shape, shape, "(..., heads_kv, rows, num_blocks)")
-    return np.ascontiguousarray(np.broadcast_to(found, shape), lane_dtype(a.q.dtype))
+    found = returned("score", scores, shape, "(..., heads_kv, rows, num_blocks)")
+    return np.ascontiguousarray(found, lane_dtype(a.q.dtype))
+
+
+def returned(function: str, scores: Any, shape: Shape, dims: str) -> Array:
+    """`scores`, which the argument `function` has returned, of a shape that messages call `dims`."""
+    found = float_array(f"what {function} returns", scores)
+    require_broadcast(f"what {function} returns", found.shape, shape, dims)
+    return np.broadcast_to(found, shape)
 
 
 _DIMS = "(..., heads_kv, len_q, any number)"

@@ -152,7 +152,7 @@ def _four_bits(values: Any, extreme: float, unit: float = 1.0, has_minima: bool 
     return _Places(np.uint8, 8, (4,), beyond, "block", has_minima, *how, table=table)
 
 
-# int4 is what GGUF calls Q4_0, uint4 Q4_1, q8 Q8_0, iq4 IQ4_NL; fp4's numbers are those of MXFP4. NF4's are
+# int4 is what GGUF calls Q4_0, uint4 Q4_1, q8 Q8_0, iq4 IQ4_NL; fp4 has the values of MXFP4. Those of nf4 are
 # quantiles of the normal distribution (Dettmers et al. 2023, arXiv:2305.14314), such that 0 is one of them.
 # int8 is scaled in float32.
 STORED = {

@@ -67,7 +67,7 @@ def run(args: ResultArgs, backend: str | None = None) -> None:
 
 
 def plain_attention(q: Any, k: Any, v: Any) -> Array | None:
-    """Attention without options; None where it takes a look at the arguments."""
+    """Attention without options; None if its arguments need to be checked."""
     if settings.current.backend != "compiled":
         return None
     return settings.core.plain_attention(q, k, v, settings.get_num_threads())  # type: ignore[no-any-return]

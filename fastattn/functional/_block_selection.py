@@ -10,8 +10,9 @@ import numpy as np
 from fastattn._args.attention import attention_args
 from fastattn._args.errors import named
 from fastattn._args.quiet import quiet
+from fastattn._args.selection import returned
 from fastattn._args.types import FLOAT64, Array, ArrayLike, AttentionArgs, Ints, NDArray, lane_dtype
-from fastattn._args.values import MAX_POSITION, choice, flag, float_array, integer, number, require_broadcast
+from fastattn._args.values import MAX_POSITION, choice, flag, integer, number
 from fastattn._reference.selection import largest
 from fastattn.ops import softmax
 
@@ -84,7 +85,7 @@ def select_blocks(
     float64 for float64; half a million scores are in memory at a time. Equal scores select the first block;
     NaN counts as the largest.
 
-    docs/howto/long.md has what is lost. "antidiagonal" divides sums by ``stride**0.5``, as their spread
+    docs/howto/long.md has the losses. "antidiagonal" divides sums by ``stride**0.5``, as their spread
     grows; its source divides by `stride`. Sources: R. Xu et al., "XAttention: Block Sparse Attention with
     Antidiagonal Scoring", 2025, arXiv:2503.16428; X. Lai et al., "FlexPrefill: A Context-Aware Sparse
     Attention Mechanism for Efficient Long-Sequence Inference", 2025, arXiv:2502.20766, which takes means of
@@ -123,11 +124,7 @@ def select_blocks(
             raise ValueError(f"(): stride is {step}; expected a divisor of block_size, {size}")
         estimate = _Estimate(a, name == "antidiagonal", step, size, offset if causal else None)
 
-    n_keys = -(-a.len_k // size)
-    end = np.full(-(-a.len_q // size), n_keys)
-    if causal:  # of the last query of each block
-        at = offset + np.minimum(np.arange(size, a.len_q + size, size), a.len_q) - 1
-        end = np.clip(at // size + 1, 0, n_keys)
+    end = _ends(a, size, size, offset if causal else None)
     count = np.minimum(end, np.maximum(np.ceil(share * end - 1e-9).astype(np.int64), first + last))
     chosen = np.full((*a.batch_shape, a.heads_kv, len(end), count.max(initial=0)), -1)
     begin = 0
@@ -155,11 +152,9 @@ class _Given:
     def scores(self, begin: int, stop: int) -> Array:
         """Scores (..., heads_kv, blocks, blocks of keys)."""
         rows = self.queries[..., begin * self.size : stop * self.size, :]
-        found = float_array("what rule returns", self.rule(rows, begin * self.size))
         shape = (*self.a.batch_shape, self.a.heads_kv, stop - begin, self.n_keys)
         dims = "(..., heads_kv, blocks of queries, blocks of keys)"
-        require_broadcast("what rule returns", found.shape, shape, dims)
-        return np.broadcast_to(found, shape)
+        return returned("rule", self.rule(rows, begin * self.size), shape, dims)
 
 
 class _Estimate:
@@ -170,9 +165,10 @@ class _Estimate:
     """
 
     def __init__(self, a: AttentionArgs, whole: bool, step: int, size: int, offset: int | None):
-        self.a, self.whole, self.step, self.size, self.offset = a, whole, step, size, offset
+        self.a, self.whole, self.step, self.size = a, whole, step, size
         self.lane = lane_dtype(a.q.dtype)
         self.unit = step if whole else 1  # keys of a row of `keys`
+        self.end = _ends(a, step, self.unit, offset)
         # Sums of `step` products vary as much as one, times this.
         self.scale = a.scale * step**-0.5 if whole else a.scale
         self.keys = _side_by_side(a.k, step) if whole else a.k
@@ -188,10 +184,7 @@ class _Estimate:
         out = np.zeros((*a.batch_shape, a.heads_kv, stop - begin, -(-a.len_k // self.size)), self.lane)
         queries = self.queries[..., begin * self.size : stop * self.size, :]
         rows = _side_by_side(queries, self.step, backwards=True) if self.whole else _means(queries, self.step)
-        last = np.minimum(np.arange(1, rows.shape[-2] + 1) * self.step + begin * self.size, a.len_q) - 1
-        end = np.full(len(last), self.keys.shape[-2])
-        if self.offset is not None:
-            end = np.clip((self.offset + last) // self.unit + 1, 0, end)
+        end = self.end[begin * self.size // self.step :][: rows.shape[-2]]
         if not end.any():
             return out
         per_block = np.arange(0, end[-1], self.size // self.unit)
@@ -216,6 +209,12 @@ class _Estimate:
         low = end[0]
         scores[..., low:][:, np.arange(low, len(keys)) >= end[:, None]] = -np.inf
         return softmax(scores, out=probs)
+
+
+def _ends(a: AttentionArgs, step: int, unit: int, offset: int | None) -> Ints:
+    """How many units of keys each `step` queries see: all, or up to the last query, the first at `offset`."""
+    last, count = np.minimum(np.arange(step, a.len_q + step, step), a.len_q) - 1, -(-a.len_k // unit)
+    return np.full(len(last), count) if offset is None else np.clip((offset + last) // unit + 1, 0, count)
 
 
 def _means(x: Array, step: int) -> Array:

@@ -47,7 +47,7 @@ def define(
 
 
 def _require_one_device(func: str, given: dict[str, Any]) -> None:
-    """Raise if tensors are on several devices: one that only has shapes would make a result of nothing."""
+    """Raise if tensors are on several devices: a fake kernel would leave the result uninitialized."""
     tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
     first, *others = tensors
     for name in others:
