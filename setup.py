@@ -60,9 +60,10 @@ WANTED = os.environ.get("FASTATTN_ISAS", "")
 
 
 FAMILIES = sorted(path.stem for path in Path(SRC, "families").glob("*.c"))
+EVERYWHERE = [family for family in FAMILIES if family != "integers"]
 LONGEST = ("attention", "linear", "rowwise", "backward")  # to compile
 # With -O3. The others compile in 0.6 to 0.8 of the time with -O2, and run as fast: docs/dev/wheels.md.
-FASTEST = ("attention", "linear", "backward", "outer", "pack", "rows")
+FASTEST = ("attention", "integers", "linear", "backward", "outer", "pack", "rows")
 COMMON = ("cpu.c", "dispatch.c", "lists.c")
 LANES = ("f32", "f64")
 OBJECTS = Path("build/objects")  # in the checkout: `pip install -e .` has a new build_temp each time
@@ -79,7 +80,8 @@ class InstructionSet(NamedTuple):
     def tables(self, lane):
         """(set, lane type, family) of all its kernels with such lanes."""
         own = self.own if lane == "f32" else ()
-        return [(self.name if family in own else self.base, lane, family) for family in FAMILIES]
+        families = [family for family in FAMILIES if family in EVERYWHERE or family in own]
+        return [(self.name if family in own else self.base, lane, family) for family in families]
 
 
 def optimisation(name, lane, family):
@@ -128,7 +130,7 @@ def instruction_sets():
         flags_of["amx"], base_of["amx"] = [*flags_of[TILES_ON], *TILES_FLAGS], TILES_ON
     return [
         InstructionSet(
-            name, tuple(flags_of[name]), base_of[name], tuple(FAMILIES if own == "all" else own.split())
+            name, tuple(flags_of[name]), base_of[name], tuple(EVERYWHERE if own == "all" else own.split())
         )
         for name, arch, _, _, own in lines
         if arch in (machine, "any")

@@ -15,25 +15,31 @@
  * strides fall on few sets of the first-level cache are gathered (lies_well; docs/dev/attention-kernel.md). The copies may serve
  * several tasks of a KV head: keeps_copy in tasks.inc.h says when.
  *
+ * Literals  form: what products multiply.
+ *
  * Exports   product_scores, product_values; tile_begin, tile_attend, tile_end, tile_finish. */
 #pragma once
 #include "operands.inc.h"
 #include "sigmoid.inc.h"
 
+#ifndef FORM_OF /* what those of a call multiply; the family `integers` has one answer */
+#define FORM_OF(a) (takes_pairs(a) ? OF_PAIRS : OF_LANES)
+#endif
+
 /* Finds the block's values that are not finite, and makes a copy without them, if there are any. */
-INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *rows, int bf16, tile_scratch *scratch)
+INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *rows, int form, tile_scratch *scratch)
 {
     key_block *block = &scratch->block;
     bad_rows *bad = &block->bad;
-    const int64_t width = a->head_dim_v, bytes = (bf16 ? padded_v(width) : width) * (int64_t)sizeof(lane);
-    if (block->checked) return;
+    const int64_t width = a->head_dim_v, bytes = (form ? padded_v(width) : width) * (int64_t)sizeof(lane);
+    if (block->checked || form == OF_BYTES) return; /* integers are finite, and load_block looks at their scales */
     block->checked = 1;
     int64_t v_row = block->v_row;
-    const char *v = bf16 ? key_rows(&a->v, rows, block->first, block->n, width, scratch->listed, &v_row) : block->v;
-    if (bf16) find_bad_rows(FA_BF16, v, v_row, block->n, width, bad);
+    const char *v = form ? key_rows(&a->v, rows, block->first, block->n, width, scratch->listed, &v_row) : block->v;
+    if (form) find_bad_rows(FA_BF16, v, v_row, block->n, width, bad);
     else find_bad_rows(LANE_DTYPE, v, v_row, block->n, width, bad);
     if (!bad->n) return;
-    if (!bf16) {
+    if (form == OF_LANES) {
         copy_good_rows(bad, block->v, block->v_row, block->n, bytes, (char *)scratch->clean);
         return;
     }
@@ -85,47 +91,59 @@ INLINE void pair_probs(int nv, const lane *probs, int64_t n, lane *pairs)
 }
 
 /* How many of n keys from j0 on some row of the first NV_LOW vectors may attend: under a causal mask the diagonal cuts
- * through a tile. With `bf16`, whole pairs. */
-static int64_t keys_of_low(const row_block *rows, int64_t j0, int64_t n, int bf16)
+ * through a tile. Whole lanes of them. */
+static int64_t keys_of_low(const row_block *rows, int64_t j0, int64_t n, int form)
 {
     int64_t end = j0;
     for (int64_t r = 0; r < smaller(rows->n, NV_LOW * LANES); r++) end = larger(end, rows->end[r]);
-    return smaller(n, bf16 ? round_up(end - j0, 2) : end - j0);
+    return smaller(n, round_up(end - j0, per_lane(form)));
 }
 
 /* Whether scores wait for their factor until softmax, which then costs nothing. */
-INLINE int scaled_later(const fa_attention_args *a, int bf16)
+INLINE int scaled_later(const fa_attention_args *a, int form)
 {
     const int normal = LANE_MIN <= a->mods.scale && a->mods.scale <= LANE_MAX / 2; /* times log2(e), too */
-    return V_AMX && bf16 && only_scales(&a->mods) && normal && !a->sigmoid && !a->stats.second_pass;
+    return in_tiles(form) && only_scales(&a->mods) && normal && !a->sigmoid && !a->stats.second_pass;
 }
 
 /* softmax_update; with AMX amx_softmax, which writes pairs, and writes s only with `keep`. */
-INLINE int tile_softmax(int nv, int bf16, int keep, int64_t n, const tile_state *tile, const tile_scratch *scratch)
+INLINE int tile_softmax(int nv, int form, int keep, int64_t n, const tile_state *tile, const tile_scratch *scratch)
 {
     lane *s = scratch->s, *log = tile->row_log;
 #if V_AMX
-    if (bf16) {
+    if (form == OF_PAIRS) {
         const amx_softmax_args p = {
             s, n, tile->factor, tile->row_max, tile->row_sum, log, scratch->alpha, scratch->pairs};
         return log ? amx_softmax(nv, keep, 1, &p) : amx_softmax(nv, keep, 0, &p);
     }
 #endif
     (void)keep;
-    if (log) return softmax_update(nv, bf16, s, n, tile->row_max, tile->row_sum, log, scratch->alpha);
-    return softmax_update(nv, bf16, s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
+    if (log) return softmax_update(nv, form == OF_PAIRS, s, n, tile->row_max, tile->row_sum, log, scratch->alpha);
+    return softmax_update(nv, form == OF_PAIRS, s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
 }
 
-/* S^T, by AMX where bf16 and V_AMX; then `ahead` is not fetched. */
-INLINE void product_scores(int nv, int bf16, int64_t n, const outer_product *p, const fetched_rows *ahead)
+/* The same, and bytes of them. */
+INLINE int tile_softmax_of_bytes(int nv, int hides, int64_t n, const lane *v_scale, const tile_state *tile,
+                                 const tile_scratch *scratch)
+{
+    const byte_softmax p = {
+        scratch->s,     n,              v_scale,         tile->row_max,  tile->row_sum, tile->row_log,
+        scratch->alpha, scratch->share, scratch->weight, scratch->pairs,
+    };
+    if (tile->row_log) return softmax_of_bytes(nv, 1, 1, &p);
+    return hides ? softmax_of_bytes(nv, 1, 0, &p) : softmax_of_bytes(nv, 0, 0, &p);
+}
+
+/* S^T, by AMX if in_tiles; then `ahead` is not fetched. */
+INLINE void product_scores(int nv, int form, int64_t n, const outer_product *p, const fetched_rows *ahead)
 {
 #if V_AMX
-    if (bf16) {
+    if (form == OF_PAIRS) {
         amx_outer(nv, n, p);
         return;
     }
 #endif
-    block_outer(nv, bf16, n, p, ahead);
+    block_outer(nv, form, n, p, ahead);
 }
 
 /* O^T of the tile whose product waits (product_values_later), if one does. */
@@ -140,58 +158,61 @@ INLINE void product_values_waiting(tile_scratch *scratch)
 
 /* O^T. With AMX the product waits until the next tile of queries has its scores: what was just stored cannot be loaded
  * into AMX's registers before the store has reached the cache. */
-INLINE void product_values_later(int nv, int bf16, const value_product *p, tile_scratch *scratch)
+INLINE void product_values_later(int nv, int form, const value_product *p, tile_scratch *scratch)
 {
 #if V_AMX
-    if (bf16) {
+    if (form == OF_PAIRS) {
         if (p->mode == ACC_SCALE) amx_scale(nv, p->head_dim_v, p->alpha, p->out); /* now, for the same reason */
         scratch->waiting = *p, scratch->waiting_nv = nv;
         return;
     }
 #endif
     (void)scratch;
-    block_values(nv, bf16, p);
+    block_values(nv, form, p);
 }
 
 /* The same at once. Not for ACC_SCALE, which AMX's registers cannot do. */
-INLINE void product_values(int nv, int bf16, const value_product *p)
+INLINE void product_values(int nv, int form, const value_product *p)
 {
 #if V_AMX
-    if (bf16) {
+    if (form == OF_PAIRS) {
         amx_values(nv, p);
         return;
     }
 #endif
-    block_values(nv, bf16, p);
+    block_values(nv, form, p);
 }
 
 /* scratch->s = the tile's scores, modified and masked. Returns after how many of the n keys the first NV_LOW vectors
  * attend none: n where that was not asked. Meanwhile the product that waits is computed. */
-INLINE int64_t finish_scores(const fa_attention_args *a, const modifiers *mods, int nv, int bf16,
+INLINE int64_t finish_scores(const fa_attention_args *a, const modifiers *mods, int nv, int form,
                              const tile_state *tile, const score_tile *scores, tile_scratch *scratch)
 {
     const key_block *block = &scratch->block;
     const int64_t n = scores->n;
     outer_product product = {.y = tile->qt, .pitch = BLOCK_Q, .factor = mods->q_factor, .out = scratch->s};
-    if (scaled_later(a, bf16)) product.factor = 1;
+    if (scaled_later(a, form)) product.factor = 1;
     product.x = block->k + (scores->j0 - block->first) * block->k_row, product.x_row = block->k_row;
-    product.depth = bf16 ? padded_k(a->head_dim) / 2 : a->head_dim;
-    const int cut = nv == NV && NV_LOW > 0 && scores->kind & BLOCK_EDGE && !(V_AMX && bf16);
-    const int64_t n_low = cut ? keys_of_low(scores->rows, scores->j0, n, bf16) : n;
-    product_scores(nv, bf16, n_low, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
+    product.depth = form == OF_PAIRS ? padded_k(a->head_dim) / 2 : ceil_div(a->head_dim, per_lane(form));
+    product.of_x = scratch->k_scale + (scores->j0 - block->first);
+    product.of_y = tile->q_scale, product.start = tile->q_start;
+    const int cut = nv == NV && NV_LOW > 0 && scores->kind & BLOCK_EDGE && !in_tiles(form);
+    const int64_t n_low = cut ? keys_of_low(scores->rows, scores->j0, n, form) : n;
+    product_scores(nv, form, n_low, &product, scratch->ahead.rows ? &scratch->ahead : NULL);
     if (nv == NV && n_low < n) { /* modify_tile hides the other scores */
         product.x += n_low * product.x_row, product.y += NV_LOW * LANES;
+        product.of_x += n_low, product.of_y += NV_LOW * LANES, product.start += NV_LOW * LANES;
         product.out += n_low * BLOCK_Q + NV_LOW * LANES;
-        block_outer(NV - NV_LOW, bf16, n - n_low, &product, NULL);
+        block_outer(NV - NV_LOW, form, n - n_low, &product, NULL);
     }
     product_values_waiting(scratch);
     modify_tile(a, nv, mods, scores);
     return n_low;
 }
 
-/* Scores become probabilities, and with `bf16` pairs of these, too; the rows' maxima and sums follow. Returns whether
+/* Scores become probabilities, and pairs or bytes of these, too, where products take them; the rows' maxima and sums follow. Returns whether
  * older sums have to be scaled by alpha. `bad`: some values are not finite, and add_bad_value will read scratch->s. */
-INLINE int finish_probs(const fa_attention_args *a, int nv, int bf16, int bad, tile_state *tile,
+INLINE int finish_probs(const fa_attention_args *a, int nv, int form, int bad, tile_state *tile,
                         const score_tile *scores, tile_scratch *scratch)
 {
     const int64_t j0 = scores->j0, n = scores->n;
@@ -202,55 +223,61 @@ INLINE int finish_probs(const fa_attention_args *a, int nv, int bf16, int bad, t
         top_insert_tile(nv, a->stats.n_top, scratch->s, n, (ilane)(j0 - tile->top_first), tile->top_score,
                         tile->top_key);
     }
-    if (a->sigmoid) sigmoid_update(nv, scratch->s, n, (lane)a->sigmoid_bias);
-    else if (bad || drops) moved = tile_softmax(nv, bf16, 1, n, tile, scratch);
-    else moved = tile_softmax(nv, bf16, 0, n, tile, scratch);
+    if (form == OF_BYTES)
+        moved = tile_softmax_of_bytes(nv, hides(scores->kind), n, scratch->v_scale + (j0 - scratch->block.first), tile,
+                                      scratch);
+    else if (a->sigmoid) sigmoid_update(nv, scratch->s, n, (lane)a->sigmoid_bias);
+    else if (bad || drops) moved = tile_softmax(nv, form, 1, n, tile, scratch);
+    else moved = tile_softmax(nv, form, 0, n, tile, scratch);
     mark_rows(nv, scores, bad, tile->row_max);
     if (drops) drop_tile(nv, &scratch->drop, tile->counters, j0, n, scratch->s);
-    if (bf16 && (!V_AMX || a->sigmoid || drops)) pair_probs(nv, scratch->s, n, scratch->pairs);
+    if (form == OF_PAIRS && (!V_AMX || a->sigmoid || drops)) pair_probs(nv, scratch->s, n, scratch->pairs);
     return moved;
 }
 
 /* tile->ot = alpha ot, if `moved`, + V^T P. */
-INLINE void accumulate(const fa_attention_args *a, int nv, int bf16, int bad, int moved, tile_state *tile,
+INLINE void accumulate(const fa_attention_args *a, int nv, int form, int bad, int moved, tile_state *tile,
                        const score_tile *scores, int64_t n_low, tile_scratch *scratch)
 {
     const key_block *block = &scratch->block;
     const int64_t j0 = scores->j0, n = scores->n, skip = j0 - block->first;
     value_product values = {.alpha = scratch->alpha, .out = tile->ot, .head_dim_v = a->head_dim_v, .pitch = BLOCK_Q};
-    values.v_row = bad ? (bf16 ? padded_v(a->head_dim_v) : a->head_dim_v) * (int64_t)sizeof(lane) : block->v_row;
-    values.v = (bad ? (const char *)scratch->clean : block->v) + (bf16 ? skip / 2 : skip) * values.v_row;
-    values.n = bf16 ? ceil_div(n, 2) : n, values.n_low = bf16 ? ceil_div(n_low, 2) : n_low;
-    values.probs = bf16 ? scratch->pairs : scratch->s;
+    const int cleaned = bad && form != OF_BYTES;
+    values.v_row = cleaned ? (form ? padded_v(a->head_dim_v) : a->head_dim_v) * (int64_t)sizeof(lane) : block->v_row;
+    values.v = (cleaned ? (const char *)scratch->clean : block->v) + skip / per_lane(form) * values.v_row;
+    values.n = ceil_div(n, per_lane(form)), values.n_low = ceil_div(n_low, per_lane(form));
+    values.weight = scratch->weight;
+    values.probs = form ? scratch->pairs : scratch->s;
     values.mode = tile->fresh ? ACC_ZERO : moved ? ACC_SCALE : ACC_KEEP;
-    product_values_later(nv, bf16, &values, scratch);
+    product_values_later(nv, form, &values, scratch);
     tile->fresh = 0;
     if (bad) product_values_waiting(scratch);
     for (int64_t i = 0; bad && i < block->bad.n; i++) {
         const int64_t key = block->first + block->bad.row[i], row = (key - j0) * BLOCK_Q;
-        if (j0 <= key && key < j0 + n)
-            add_bad_value(a, nv, 1, scores->rows, key, scratch->s + row, scratch->add + row, tile->ot);
+        if (key < j0 || key >= j0 + n) continue;
+        for (int64_t r = 0; form == OF_BYTES && r < nv * LANES; r++) scratch->s[row + r] *= scratch->share[r];
+        add_bad_value(a, nv, 1, scores->rows, key, scratch->s + row, scratch->add + row, tile->ot);
     }
 }
 
 /* One tile against a run of keys of the block. */
-INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv, int bf16, tile_state *tile,
+INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv, int form, tile_state *tile,
                        key_run run, tile_scratch *scratch)
 {
     const block_kind kind = load_additive(a, tile, nv, run, scratch);
     const score_tile scores = {&tile->rows, &tile->lanes, run.j0, run.n, kind, scratch->s, scratch->add};
     if (kind & BLOCK_EMPTY) return;
-    if (!scratch->block.k) load_block(a, &tile->rows, bf16, scratch);
-    const int64_t n_low = finish_scores(a, mods, nv, bf16, tile, &scores, scratch);
+    if (!scratch->block.k) load_block(a, &tile->rows, form, scratch);
+    const int64_t n_low = finish_scores(a, mods, nv, form, tile, &scores, scratch);
     if (a->stats.second_pass) {
         weigh_tile(a, nv, tile, &scores, scratch->by_row);
         return;
     }
-    if (hides(kind)) take_out_bad_values(a, &tile->rows, bf16, scratch);
-    const int bad = hides(kind) && scratch->block.bad.n;
+    if (hides(kind)) take_out_bad_values(a, &tile->rows, form, scratch);
+    const int bad = (hides(kind) || form == OF_BYTES) && scratch->block.bad.n;
     if (bad) mark_attending(nv, &scores);
-    const int moved = finish_probs(a, nv, bf16, bad, tile, &scores, scratch);
-    accumulate(a, nv, bf16, bad, moved, tile, &scores, n_low, scratch);
+    const int moved = finish_probs(a, nv, form, bad, tile, &scores, scratch);
+    accumulate(a, nv, form, bad, moved, tile, &scores, n_low, scratch);
 }
 
 INLINE void tile_reset(const fa_attention_args *a, tile_state *tile)
@@ -324,12 +351,13 @@ static void tile_finish(const fa_attention_args *a, const tile_scratch *scratch,
 }
 
 /* Ranges, queries and the empty state of a tile, of which tile->rows names the rows. */
-INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int bf16, int64_t key_begin, int64_t key_end,
+INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int form, int64_t key_begin, int64_t key_end,
                        tile_state *tile)
 {
     row_block *rows = &tile->rows;
     ranges_begin(a, rows, key_begin, key_end);
-    load_queries(a, rows, bf16, mods->q_factor, tile->qt);
+    if (form == OF_BYTES) load_byte_queries(a, mods->q_factor, tile);
+    else load_queries(a, rows, form, mods->q_factor, tile->qt);
     begin_row_lanes(a, rows, &tile->lanes);
     EACH_ROW(rows, r, id) {
         if (!a->mods.bias.data) break;
@@ -338,7 +366,7 @@ INLINE void tile_begin(const fa_attention_args *a, const modifiers *mods, int bf
     for (int64_t r = rows->n; a->mods.bias.data && r < BLOCK_Q; r++)
         tile->bias[r] = tile->bias[rows->n - 1]; /* a lane without a row hides what the last row hides */
     tile->parts = 0;
-    tile->factor = scaled_later(a, bf16) ? mods->q_factor : 1;
+    tile->factor = scaled_later(a, form) ? mods->q_factor : 1;
     tile_reset(a, tile);
     if (!a->stats.second_pass) return;
     memset(tile->row_sum, 0, BLOCK_Q * sizeof(lane));
@@ -364,10 +392,10 @@ INLINE fetched_rows keys_after(const fa_attention_args *a, const row_block *rows
 }
 
 /* The states of the tiles of rows `all` over keys [key_begin, key_end), left in scratch->tiles: for tile_end. */
-INLINE void tile_attend_as(const fa_attention_args *a, int bf16, const row_block *all, int64_t key_begin,
+INLINE void tile_attend_as(const fa_attention_args *a, int form, const row_block *all, int64_t key_begin,
                            int64_t key_end, tile_scratch *scratch)
 {
-    const modifiers mods = modifiers_of(a, bf16);
+    const modifiers mods = modifiers_of(a, form == OF_PAIRS);
     const int tiles = (int)ceil_div(all->n, BLOCK_Q);
     begin_head(a, all, &scratch->copy);
     if (a->dropout > 0) scratch->drop = philox_key_of(a);
@@ -376,16 +404,16 @@ INLINE void tile_attend_as(const fa_attention_args *a, int bf16, const row_block
         rows->b = all->b, rows->h_kv = all->h_kv, rows->group = all->group;
         rows->row0 = all->row0 + i * BLOCK_Q;
         rows->n = smaller(all->n - i * BLOCK_Q, BLOCK_Q);
-        tile_begin(a, &mods, bf16, key_begin, key_end, scratch->tiles + i);
+        tile_begin(a, &mods, form, key_begin, key_end, scratch->tiles + i);
         if (a->dropout > 0) count_rows(a, rows, &scratch->drop, scratch->tiles[i].counters);
     }
     scratch->waiting_nv = 0;
     key_walk walk = walk_begin(&scratch->tiles->rows, tiles, sizeof(tile_state), a->masks.ranges != NULL,
-                               key_step(bf16), key_end);
+                               key_step(form), key_end);
     for (int64_t part = walk.first / PART_K; walk_next(&walk); part = walk.grid / PART_K) {
         if (walk.grid / PART_K != part) {
             if (given_up(a->watch)) return;
-            if (bf16) amx_begin(); /* whoever was asked may have used them */
+            if (in_tiles(form)) amx_begin(); /* whoever was asked may have used them */
             product_values_waiting(scratch);
             for (int i = 0; i < tiles; i++)
                 if (!scratch->tiles[i].fresh) tile_end_part(a, scratch, scratch->tiles + i);
@@ -396,16 +424,16 @@ INLINE void tile_attend_as(const fa_attention_args *a, int bf16, const row_block
         for (int i = 0; i < tiles; i++) {
             tile_state *tile = scratch->tiles + i;
             const int64_t j0 = larger(tile->rows.first, walk.begin), end = smaller(tile->rows.last, walk.end);
-            const key_run run = masked_run(a, &tile->rows, key_step(bf16), j0, end - j0);
+            const key_run run = masked_run(a, &tile->rows, key_step(form), j0, end - j0);
             if (run.mask == BLOCK_EMPTY) continue;
-            const int listed = keys_are_listed(a) && !(V_AMX && bf16);
+            const int listed = keys_are_listed(a) && !in_tiles(form);
             if (listed) scratch->ahead = keys_after(a, all, walk.next, walk.last, i, tiles, scratch->next);
             else if (walk.next < walk.last) prefetch_block(a, all, &scratch->copy, walk.next, walk.last, i, tiles);
             else if (scratch->later.n) prefetch_task(a, &scratch->later, i, tiles);
             const int in_place = bias_in_place(a, &tile->rows, run.mask);
             if (!listed) scratch->ahead = in_place ? bias_after(scratch, i, &walk) : (fetched_rows){NULL, 0, 0, 0};
-            if (tile->rows.n <= LANES) tile_block(a, &mods, 1, bf16, tile, run, scratch);
-            else tile_block(a, &mods, NV, bf16, tile, run, scratch);
+            if (tile->rows.n <= LANES) tile_block(a, &mods, 1, form, tile, run, scratch);
+            else tile_block(a, &mods, NV, form, tile, run, scratch);
         }
     }
     product_values_waiting(scratch);
@@ -414,11 +442,13 @@ INLINE void tile_attend_as(const fa_attention_args *a, int bf16, const row_block
 static void tile_attend(const fa_attention_args *a, const row_block *rows, int64_t key_begin, int64_t key_end,
                         tile_scratch *scratch)
 {
-    if (!takes_pairs(a)) {
-        tile_attend_as(a, 0, rows, key_begin, key_end, scratch);
-        return;
+    if (FORM_OF(a) == OF_BYTES) {
+        tile_attend_as(a, OF_BYTES, rows, key_begin, key_end, scratch);
+    } else if (FORM_OF(a) == OF_LANES) {
+        tile_attend_as(a, OF_LANES, rows, key_begin, key_end, scratch);
+    } else {
+        amx_begin();
+        tile_attend_as(a, OF_PAIRS, rows, key_begin, key_end, scratch);
+        amx_end();
     }
-    amx_begin();
-    tile_attend_as(a, 1, rows, key_begin, key_end, scratch);
-    amx_end();
 }

@@ -19,6 +19,7 @@
 /* Those of one instruction set and lane type. A family that was not compiled is NULL. */
 typedef struct {
     const fa_attention_kernels *attention;
+    const fa_integers_kernels *integers; /* where they gain something */
     const fa_linear_kernels *linear;
     const fa_outer_kernels *outer;
     const fa_pack_kernels *pack;

@@ -262,7 +262,6 @@ static void scale_scores(const fa_attention_args *a, const row_block *rows, int6
 
 /* The keys of a block whose int8 values would not be finite, or too small to be exact, with their scales in the
  * probabilities: they are added one by one. */
-#define LEAST_SCALE ((lane)0x1p-100)
 static void find_odd_scales(const fa_attention_args *a, const row_block *rows, int64_t j0, int64_t n,
                             const few_scratch *scratch, bad_rows *bad)
 {

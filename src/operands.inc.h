@@ -1,7 +1,7 @@
 /* What tile kernels work on: scratch, the state of tiles, and the operands as micro-kernels read them: queries
  * transposed, the additive tile, blocks of keys and values in place or copied.
  *
- * Literals  dtype: of q.
+ * Literals  dtype: of q. form: what products multiply.
  * Exports   TASK_TILES, PART_K; tile_state, cut_tile; head_copy, cut_head_copy, begin_head; key_block, tile_scratch,
  *           cut_tile_scratch; transpose_rows, load_queries; load_additive, bias_in_place; load_block,
  *           is_dense, lies_well, rows_as_lanes, pair_values, rows_as_pairs, pair_rows, clear_paired_row, prefetch_block,
@@ -12,7 +12,7 @@
 #include "tile_amx.inc.h"
 #endif
 #include "partial.inc.h"
-#include "nonfinite.inc.h"
+#include "int8_products.inc.h"
 #include "philox.inc.h"
 
 #define TASK_TILES 8 /* most tiles of a task */
@@ -26,6 +26,7 @@ typedef struct {
     row_block rows;
     row_lanes lanes;
     lane *qt, *ot;           /* Q^T (head_dim, BLOCK_Q), O^T (head_dim_v, BLOCK_Q) */
+    lane *q_scale, *q_start; /* (BLOCK_Q), of bytes: outer_product's of_y, start */
     lane *row_max, *row_sum; /* (BLOCK_Q); in the second pass the rows' norm stands there */
     lane factor;             /* what row_max and top_score still have to be multiplied by (scaled_later) */
     lane *row_log;           /* (BLOCK_Q), or NULL */
@@ -44,7 +45,7 @@ typedef struct {
     int64_t first, n;
     const char *k, *v; /* row `first`; NULL until a tile asks */
     int64_t k_row, v_row;
-    int checked; /* `bad` is known, and `clean` holds the values without those rows */
+    int checked; /* of lanes or pairs: `bad` is known, and `clean` holds the values without those rows */
     bad_rows bad;
 } key_block;
 
@@ -63,7 +64,8 @@ typedef struct {
     fetched_rows ahead;  /* rows of a bias, or of keys and values, that are fetched meanwhile; NULL: none */
     const char **next;   /* (2 BLOCK_K): rows of keys and values that blocks name */
     lane *s, *add;       /* (BLOCK_K, BLOCK_Q): scores, then probabilities; the additive tile */
-    lane *pairs;         /* (BLOCK_K / 2, BLOCK_Q): probabilities as pairs of bfloat16 */
+    lane *pairs;         /* (BLOCK_K / 2, BLOCK_Q): probabilities as pairs of bfloat16, or as bytes */
+    lane *k_scale, *v_scale, *share, *weight; /* of bytes: (BLOCK_K) the scales of the block; of byte_softmax */
     lane *by_row;        /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
     lane *k, *v, *clean; /* (BLOCK_K, head_dim), two (BLOCK_K, head_dim_v): copied keys and values */
     lane *listed;        /* (BLOCK_K, head_dim_v), in V's dtype: values that blocks name, for products of pairs */
@@ -77,11 +79,14 @@ typedef struct {
     philox_key drop;
 } tile_scratch;
 
+/* Lanes of BLOCK_Q rows in bytes and one as it is: load_byte_queries puts them where O^T will be. */
+INLINE int64_t byte_rows(int64_t head_dim) { return (BLOCK_Q / 4 + 1) * round_up(head_dim, 4); }
+
 static void cut_tile(arena *from, const fa_attention_args *a, tile_state *tile)
 {
     CUT(from, tile->qt, padded_k(a->head_dim) * BLOCK_Q);
-    CUT(from, tile->ot, padded_v(a->head_dim_v) * BLOCK_Q);
-    CUT_LANES(from, BLOCK_Q, &tile->row_max, &tile->row_sum);
+    CUT(from, tile->ot, larger(padded_v(a->head_dim_v) * BLOCK_Q, byte_rows(a->head_dim)));
+    CUT_LANES(from, BLOCK_Q, &tile->row_max, &tile->row_sum, &tile->q_scale, &tile->q_start);
     cut_row_lanes(from, &tile->lanes);
     tile->row_log = NULL;
     if (a->stats.entropy.data) CUT(from, tile->row_log, BLOCK_Q);
@@ -101,7 +106,8 @@ static int64_t cut_tile_scratch(arena *from, const fa_attention_args *a, int til
     CUT(from, scratch->next, a->k.blocks ? 2 * BLOCK_K : 0);
     CUT(from, scratch->listed, a->v.blocks ? BLOCK_K * a->head_dim_v : 0);
     CUT(from, scratch->v_odd, V_AMX ? BLOCK_K * round_up(a->head_dim_v, LANES) : 0);
-    CUT_LANES(from, BLOCK_Q, &scratch->alpha);
+    CUT_LANES(from, BLOCK_Q, &scratch->alpha, &scratch->share, &scratch->weight);
+    CUT_LANES(from, BLOCK_K, &scratch->k_scale, &scratch->v_scale);
     scratch->copy.head = NULL;
     scratch->later.n = scratch->odd = 0;
     for (int i = 0; i < tiles; i++) cut_tile(from, a, scratch->tiles + i);
@@ -177,6 +183,25 @@ static void load_queries(const fa_attention_args *a, const row_block *rows, int 
     if (!bf16) return;
     const int64_t depth = ceil_div(a->head_dim, 2);
     memset(qt + depth * BLOCK_Q, 0, (padded_k(a->head_dim) / 2 - depth) * BLOCK_Q * sizeof(lane));
+}
+
+/* The same in bytes, (head_dim / 4, BLOCK_Q), with their scales times the factor. */
+static void load_byte_queries(const fa_attention_args *a, lane factor, tile_state *tile)
+{
+    const row_block *rows = &tile->rows;
+    const int64_t depth = ceil_div(a->head_dim, 4), bytes = depth * 4;
+    const char *row[BLOCK_Q] = {NULL};
+    lane *whole = tile->ot + BLOCK_Q * depth;
+    for (int64_t r = 0; r < BLOCK_Q; r++) tile->q_scale[r] = 0;
+    EACH_ROW(rows, r, id) {
+        int8_t *to = (int8_t *)tile->ot + r * bytes;
+        load_row(a->q.dtype, at_row(&a->q, rows, id), a->head_dim, 1, whole);
+        tile->q_scale[r] = round_row_i8(whole, a->head_dim, to) * factor;
+        memset(to + a->head_dim, 0, bytes - a->head_dim);
+        row[r] = (const char *)to;
+    }
+    transpose_rows(FA_BF16, 1, row, BLOCK_Q, depth * 2, 1, BLOCK_Q, tile->qt);
+    sums_of_queries(tile->qt, depth, BLOCK_Q, BLOCK_Q, tile->q_start);
 }
 
 /* Whether the additive tile is the bias alone, whose rows lie in memory as lanes do. */
@@ -337,23 +362,40 @@ INLINE void clear_paired_row(int64_t row, int64_t width, lane *pairs)
     for (int64_t d = 0; d < width; d++) memset(half + d * step * 2, 0, 2);
 }
 
+/* Lanes of a row's copy in that of a head. */
+INLINE int64_t copied_lanes(int form, int64_t width)
+{
+    return form == OF_BYTES ? ceil_div(width, 4) : round_up(width, LANES);
+}
+
 /* The block's keys and values, copied where that is needed: a part of the head's copy is a whole block of the grid. */
-INLINE void load_block(const fa_attention_args *a, const row_block *rows, int bf16, tile_scratch *scratch)
+INLINE void load_block(const fa_attention_args *a, const row_block *rows, int form, tile_scratch *scratch)
 {
     key_block *block = &scratch->block;
     const int64_t width = a->head_dim, width_v = a->head_dim_v;
     int64_t first = block->first, n = block->n;
     scratch->odd = !scratch->odd; /* only here: a product that waits reads the other one */
-    lane *k = scratch->k, *v = V_AMX && bf16 && scratch->odd ? scratch->v_odd : scratch->v;
+    lane *k = scratch->k, *v = in_tiles(form) && scratch->odd ? scratch->v_odd : scratch->v;
     int there = 0;
     if (scratch->copy.head) {
         uint8_t *copied = scratch->copy.blocks + first / BLOCK_K;
         first = first / BLOCK_K * BLOCK_K, n = smaller(BLOCK_K, a->len_k - first);
-        k = scratch->copy.k + first * round_up(width, LANES), v = scratch->copy.v + first * round_up(width_v, LANES);
+        k = scratch->copy.k + first * copied_lanes(form, width);
+        v = scratch->copy.v + first * copied_lanes(form, width_v);
         there = *copied, *copied = 1;
     }
     const int64_t skip = block->first - first;
-    if (!bf16) {
+    if (form == OF_BYTES) {
+        block->k_row = round_up(width, 4), block->k = (const char *)k + skip * block->k_row;
+        block->v_row = width_v * (int64_t)sizeof(lane), block->v = (const char *)v + skip / 4 * block->v_row;
+        load_scales(&a->k_scale, rows, block->first, block->n, 1, 0, scratch->k_scale);
+        load_value_scales(&a->v_scale, rows, block->first, block->n, scratch->v_scale, &block->bad);
+        if (there) return;
+        rows_as_bytes(&a->k, rows, first, n, width, (char *)k);
+        if (!a->stats.second_pass) values_as_bytes(&a->v, rows, first, n, width_v, v);
+        return;
+    }
+    if (form == OF_LANES) {
         block->k = rows_as_lanes(&a->k, &a->k_scale, rows, first, n, width, there, k, &block->k_row);
         block->k += skip * block->k_row;
         if (a->stats.second_pass) return;

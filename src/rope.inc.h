@@ -4,7 +4,7 @@
  * Exports   rope_run. */
 #pragma once
 #include "interface/rows.h"
-#include "softmax.inc.h"
+#include "int8_products.inc.h"
 
 /* Rotates x (head_dim) in place; cos and sin are (pairs). */
 INLINE void rotate_row(const fa_rope_args *a, const lane_u *cos, const lane_u *sin, lane *x)
@@ -25,31 +25,6 @@ INLINE void rotate_row(const fa_rope_args *a, const lane_u *cos, const lane_u *s
         v_store_part(x + j, first * cosine - second * sine, n);
         v_store_part(x + pairs + j, second * cosine + first * sine, n);
     }
-}
-
-/* to (n) = x / scale, rounded to nearest even, scale = max |x| / 127, and the x are lost. Returns the scale: at least a
- * normal number, below which x / scale might exceed 127; or 0 for zeros; or NaN where some x is not finite. */
-static lane round_row_i8(lane *x, int64_t n, int8_t *to)
-{
-    const v_t magic = v_splat((lane)(LANE_BITS == 64 ? 0x1.8p52 : 0x1.8p23)); /* adding it rounds to integers */
-    v_t most = v_splat(0), zero = v_splat(0);                                 /* zero becomes NaN, as in row_finite */
-    for (int64_t d = 0; d < n; d += LANES) {
-        const v_t part = v_load_part(x + d, n - d);
-        most = v_max(v_abs(part), most);
-        zero += part * v_splat(0);
-    }
-    const lane max = v_max_lanes(most), least = max / 127 < LANE_MIN ? LANE_MIN : max / 127;
-    const lane scale = v_any(zero != zero) ? NAN : max == 0 ? 0 : least;
-    if (!(scale > 0)) {
-        memset(to, 0, n);
-        return scale;
-    }
-    for (int64_t d = 0; d < n; d += LANES) {
-        const v_t part = v_load_part(x + d, n - d);
-        v_store_part(x + d, (part / v_splat(scale) + magic) - magic, n - d);
-    }
-    for (int64_t d = 0; d < n; d++) to[d] = (int8_t)x[d];
-    return scale;
 }
 
 /* Rows [begin, end) of the batch * length rows, each of all heads. `row`, scratch, holds head_dim lanes. */

@@ -2,10 +2,11 @@
  * scale rows in the copy that they make anyway. The few-row kernel reads the bytes in place, and applies the scales of keys
  * to their scores, and those of values to the probabilities.
  *
- * Exports   WIDEST_I8, scale_of, is_plain, load_scales. */
+ * Exports   WIDEST_I8, LEAST_SCALE, scale_of, is_plain, load_scales. */
 #pragma once
 #include "ranges.inc.h"
 
+#define LEAST_SCALE ((lane)0x1p-100) /* of values: with smaller ones in the probabilities, sums lose digits */
 #define WIDEST_I8 128 /* no int8 is larger; a power of two, by which every number is divided exactly */
 
 /* Of row `key`; 1 if the array needs none. */

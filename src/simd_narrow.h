@@ -9,6 +9,9 @@
  *   v_store_pairs_bf16      the same; a denormal number may become 0
  *   v_dot_i8(a, b, c)       c + the products of four signed bytes in each lane of a and b + V_I8_OFFSET times those of
  *                           b: some instructions take a as unsigned
+ *   v_dot_u8(a, b, c)       the same, of bytes a that already have V_I8_OFFSET added: unsigned, where there is one
+ *   v_from_i(a)             integers as numbers
+ *   v_four_i8(p)            bytes of four rows, p[0] .. p[3], in each lane: LANES of them
  *   v_dot_u4(a, b, c)       c + the products of four integers from 0 to 15 in each lane of a and signed bytes of b; c is
  *                           0 at first, and after at most 8 such products v_sums_u4(c) is their sum
  *   v_pairs_i8(p)           2 LANES signed bytes as pairs of 16 bits
@@ -37,6 +40,8 @@ INLINE v_t v_load_i8(const void *p)
     return __builtin_convertvector(*(const vbu_t *)p, v_t);
 #endif
 }
+
+INLINE v_t v_from_i(vi_t a) { return __builtin_convertvector(a, v_t); }
 
 #if defined V_AVX512
 #define V_LOOKUP_ONCE 1
@@ -136,6 +141,36 @@ INLINE vi_t v_dot_i8(vi_t a, vi_t b, vi_t c)
 #else
     UNROLL_FOR(int f = 0; f < 4; f++) c += (a << (24 - 8 * f) >> 24) * (b << (24 - 8 * f) >> 24);
     return c;
+#endif
+}
+
+INLINE vi_t v_dot_u8(vi_t a, vi_t b, vi_t c)
+{
+#if V_I8_OFFSET
+    return v_dot_i8(a ^ (ilane)0x80808080, b, c); /* which takes it back: the compiler drops both */
+#else
+    return v_dot_i8(a, b, c);
+#endif
+}
+
+INLINE vi_t v_four_i8(const char *const *p)
+{
+#if defined V_AVX512
+#define ROW(i) _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p[i]))
+    const __m512i low = _mm512_or_si512(ROW(0), _mm512_slli_epi32(ROW(1), 8));
+    return (vi_t)_mm512_or_si512(low, _mm512_slli_epi32(_mm512_or_si512(ROW(2), _mm512_slli_epi32(ROW(3), 8)), 16));
+#undef ROW
+#elif defined V_X86
+#define ROW(i) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p[i]))
+    const __m256i low = _mm256_or_si256(ROW(0), _mm256_slli_epi32(ROW(1), 8));
+    return (vi_t)_mm256_or_si256(low, _mm256_slli_epi32(_mm256_or_si256(ROW(2), _mm256_slli_epi32(ROW(3), 8)), 16));
+#undef ROW
+#else
+    int8_t four[4 * LANES];
+    vi_t x;
+    UNROLL_FOR(int i = 0; i < 4 * LANES; i++) four[i] = p[i % 4][i / 4];
+    memcpy(&x, four, sizeof x);
+    return x;
 #endif
 }
 
@@ -362,6 +397,8 @@ INLINE v_t v_pair_bf16(const void *p, const void *q) { return v_load(p) + v_load
 INLINE v_t v_load_f16(const void *p) { return v_load(p); }
 INLINE vi_t v_pairs_i8(const void *p) { return (vi_t){0} + *(const int8_t *)p; }
 INLINE vi_t v_dot_i16(vi_t a, vi_t b, vi_t c) { return c + a * b; }
+INLINE vi_t v_dot_u8(vi_t a, vi_t b, vi_t c) { return c + a * b; }
+INLINE vi_t v_four_i8(const char *const *p) { return (vi_t){0} + *p[0]; }
 INLINE void v_store_pairs_bf16(void *to, v_t a, v_t b) { v_store(to, a + b); }
 INLINE void v_store_paired_bf16(void *to, const void *p, const void *q) { v_store(to, v_load(p) + v_load(q)); }
 #endif /* LANE_BITS == 32 */

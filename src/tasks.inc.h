@@ -28,7 +28,7 @@ static int in_place(const fa_attention_args *a, const fa_plan *plan, const fa_ar
  * several tasks, and the copy fits beside what else is in a second-level cache. */
 static int keeps_copy(const fa_attention_args *a, const fa_plan *plan)
 {
-    const int64_t bytes = a->len_k * (a->head_dim + a->head_dim_v) * (int64_t)sizeof(lane) / (plan->bf16_dot ? 2 : 1);
+    const int64_t bytes = a->len_k * (a->head_dim + a->head_dim_v) * (int64_t)sizeof(lane) / per_lane(FORM_OF(a));
     const int several = plan->n_tasks > a->batch * a->heads_kv;
     if ((plan->k_in_place && plan->v_in_place && a->k.dtype == LANE_DTYPE) || plan->kind != FA_TILE ||
         a->stats.second_pass || plan->split_k)
@@ -59,6 +59,7 @@ static row_block rows_of(const fa_attention_args *a, const fa_plan *plan, int64_
  * padded to many rows beside longer ones: for the same bits it takes the tile kernel whatever else is in the batch. */
 static int takes_few_rows(const fa_attention_args *a, const fa_plan *plan, const row_block *rows)
 {
+    if (FORM_OF(a) == OF_BYTES) return 0;
     if (plan->kind != FA_FEW_ROWS || !a->masks.row_end.data) return plan->kind == FA_FEW_ROWS;
     EACH_ROW(rows, r, id) {
         int64_t begin, end;
@@ -95,7 +96,7 @@ static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *p
 static void attention_plan(const fa_attention_args *a, int threads, fa_plan *plan)
 {
     const int64_t n_rows = rows_per_head(a), heads = a->batch * a->heads_kv;
-    plan->kind = n_rows <= FEW_ROWS && a->len_k > a->len_q ? FA_FEW_ROWS : FA_TILE;
+    plan->kind = FORM_OF(a) != OF_BYTES && n_rows <= FEW_ROWS && a->len_k > a->len_q ? FA_FEW_ROWS : FA_TILE;
     plan->block_q = plan->kind == FA_FEW_ROWS ? FEW_ROWS : BLOCK_Q;
     plan->block_k = BLOCK_K;
     plan->bf16_dot = plan->kind == FA_TILE && takes_pairs(a);

@@ -122,6 +122,7 @@ class AttentionArgs(KernelArgs):
     # Both or neither: then k and v are int8 and stand for k * k_scale[..., None] and v * v_scale[..., None].
     k_scale: Array | None = None  # lane dtype
     v_scale: Array | None = None
+    integers: bool = False  # products of int8 are asked for
     lse: Array | None = None  # lane dtype
     softcap: float = 0.0  # 0: none
     mask: Bools | None = None

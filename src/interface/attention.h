@@ -117,3 +117,7 @@ typedef struct {
     int64_t (*disentangled_scratch_bytes)(const fa_disentangled_args *);
     void (*disentangled_run)(const fa_disentangled_args *, int64_t task, void *scratch);
 } fa_attention_kernels;
+
+/* Those with products of int8, of int8 keys and values: FA_TILE alone, without sigmoid and dropout, and all but
+ * disentangled. */
+typedef fa_attention_kernels fa_integers_kernels;

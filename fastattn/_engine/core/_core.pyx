@@ -153,12 +153,12 @@ def attention(args):
     cdef _Tables tables = _set_args(&a, args, True)
     cdef int threads = args.num_threads
     if args.begins is not None:
-        _run_attention(&a, threads, _begun(&a, args.begins, tables, of_queries, 5, of_keys))
+        _run_attention(&a, threads, args.integers, _begun(&a, args.begins, tables, of_queries, 5, of_keys))
         return
-    _run_attention(&a, threads)
+    _run_attention(&a, threads, args.integers)
     if a.stats.norm.data != NULL:
         a.stats.second_pass = True
-        _run_attention(&a, threads)
+        _run_attention(&a, threads, args.integers)
 
 
 cdef enum:
@@ -217,11 +217,13 @@ def plan(args):
     cdef fa_attention_args a
     cdef fa_plan p
     _set_args(&a, args, False)  # the plan reads no batch tables
-    _kernels(a.q.dtype).attention.plan(&a, args.num_threads, &p)
+    cdef const fa_kernels *kernels = _kernels(a.q.dtype)
+    cdef bint integers = _plan_attention(kernels, &a, args.num_threads, args.integers, &p) != kernels.attention
     return {
         "kernel": "few_rows" if p.kind == FA_FEW_ROWS else "tile",
         "isa": get_isa(),
         "bf16_dot": bool(p.bf16_dot),
+        "integers": integers,
         "gathers": (not p.k_in_place) * "k" + (not p.v_in_place) * "v",
         "block_q": p.block_q,
         "block_k": p.block_k,

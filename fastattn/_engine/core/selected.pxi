@@ -106,7 +106,7 @@ def selected(args):
     chosen.ranges, chosen.blocks = made.lists.ranges, made.lists.blocks
     for i in range(4):
         of_places[i].batch, of_places[i].head, of_places[i].row = made.zeros, 0, sizeof(int64_t)
-    w.jobs, w.ragged, w.lists = made.jobs, True, &chosen
+    w.jobs, w.ragged, w.integers, w.lists = made.jobs, True, False, &chosen
     for item in range(0, a.batch, items):
         for query in range(0, a.len_q, queries):
             chosen.first_item, chosen.first_query = item, query

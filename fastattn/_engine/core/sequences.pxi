@@ -11,6 +11,7 @@ cdef struct Job:
     int64_t place  # of these: where the results of `lists` begin
     int64_t first  # how many tasks there are in the jobs before
     fa_plan plan
+    const fa_attention_kernels *kernels
 
 # What one thread computes at a time: a split of the keys of a KV head, or if `split` is -1 a task.
 cdef struct Item:
@@ -21,6 +22,7 @@ cdef struct Jobs:
     Job *jobs
     int64_t n
     bint ragged
+    bint integers  # products of int8 where they gain something
     const fa_lists_args *lists  # of calls in which keys are listed: then a job is a unit; else NULL
     char *state  # of the KV head whose splits are being merged
     char *partials
@@ -120,7 +122,7 @@ cdef void _attention_task(Loop *loop, int64_t task, void *scratch) noexcept nogi
         memory += 64
         if (<int64_t *>scratch)[0] != low + 1:  # what another job left there is not what this one's plan expects
             (<int64_t *>scratch)[0], (<int64_t *>memory)[0] = low + 1, 0
-    loop.kernels.attention.run(_job_args(loop, job, &own), &job.plan, task - job.first, memory)
+    job.kernels.run(_job_args(loop, job, &own), &job.plan, task - job.first, memory)
 
 
 cdef void _split_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
@@ -131,10 +133,9 @@ cdef void _split_task(Loop *loop, int64_t task, void *scratch) noexcept nogil:
     cdef const fa_attention_args *a = _job_args(loop, job, &own)
     if item.split < 0:
         (<int64_t *>scratch)[0] = 0  # as above
-        loop.kernels.attention.run(a, &job.plan, item.head, scratch)
+        job.kernels.run(a, &job.plan, item.head, scratch)
     else:
-        loop.kernels.attention.run_split(a, &job.plan, item.head, item.split,
-                                         w.partials + task * w.partial_bytes, scratch)
+        job.kernels.run_split(a, &job.plan, item.head, item.split, w.partials + task * w.partial_bytes, scratch)
 
 
 cdef void _merge(Loop *loop, int64_t i) noexcept nogil:
@@ -144,8 +145,8 @@ cdef void _merge(Loop *loop, int64_t i) noexcept nogil:
     cdef const Job *job = &w.jobs[item.job]
     cdef fa_attention_args own
     if item.split >= 0:
-        loop.kernels.attention.merge(_job_args(loop, job, &own), &job.plan, item.head, item.split, w.state,
-                                     w.partials + i * w.partial_bytes)
+        job.kernels.merge(_job_args(loop, job, &own), &job.plan, item.head, item.split, w.state,
+                          w.partials + i * w.partial_bytes)
 
 
 cdef bint _next_head(Loop *loop, Item *at, int64_t *last) noexcept nogil:
@@ -161,7 +162,7 @@ cdef bint _next_head(Loop *loop, Item *at, int64_t *last) noexcept nogil:
         job = &w.jobs[at.job]
     at.split, last[0] = -1, 0
     if job.plan.split_k:
-        loop.kernels.attention.splits(_job_args(loop, job, &own), &job.plan, at.head, &at.split, last)
+        job.kernels.splits(_job_args(loop, job, &own), &job.plan, at.head, &at.split, last)
     return True
 
 
@@ -184,11 +185,21 @@ cdef void _run_splits(Loop *loop, Jobs *w, int64_t most) noexcept nogil:
             _merge(loop, i)
 
 
-cdef int _run_attention(fa_attention_args *a, int threads, _Sequences sequences=None) except -1:
+cdef const fa_attention_kernels *_plan_attention(const fa_kernels *kernels, const fa_attention_args *a, int threads,
+                                                 bint integers, fa_plan *plan) noexcept nogil:
+    """Plan a call; returns the kernels that compute it. Few rows and float64 have no products of int8."""
+    kernels.attention.plan(a, threads, plan)
+    if not integers or kernels.integers == NULL or plan.kind != FA_TILE:
+        return kernels.attention
+    kernels.integers.plan(a, threads, plan)
+    return kernels.integers
+
+
+cdef int _run_attention(fa_attention_args *a, int threads, bint integers=False, _Sequences sequences=None) except -1:
     """Run all tasks of one pass: of one job, or of sequences."""
     cdef Job whole
     cdef Jobs w
-    w.jobs, w.n, w.ragged, w.lists = &whole, 1, False, NULL
+    w.jobs, w.n, w.ragged, w.integers, w.lists = &whole, 1, False, integers, NULL
     if sequences is not None:
         w.jobs, w.n, w.ragged = sequences.jobs, sequences.n, True
     return _run_jobs(a, threads, w)
@@ -205,7 +216,7 @@ cdef int _run_jobs(fa_attention_args *a, int threads, Jobs w) except -1:
     w.partial_bytes = 0
     for i in range(w.n):
         plan = &w.jobs[i].plan
-        loop.kernels.attention.plan(_job_args(&loop, &w.jobs[i], &own), threads, plan)
+        w.jobs[i].kernels = _plan_attention(loop.kernels, _job_args(&loop, &w.jobs[i], &own), threads, w.integers, plan)
         w.jobs[i].first = n_tasks
         n_tasks += plan.n_tasks
         n_items += plan.n_tasks * plan.n_splits
