@@ -9,7 +9,7 @@
  *
  * m_i and u_i are of the keys that row i attends alone, and so no key that is hidden from it changes its result.
  *
- * Literals  nv: 1, NV. hides, logs: 0, 1.
+ * Literals  nv: 1, NV. hides, keeps: 0, 1.
  * Exports   MOST_PROB; round_row_i8; rows_as_bytes, values_as_bytes, load_value_scales, sums_of_queries;
  *           byte_softmax, softmax_of_bytes. */
 #pragma once
@@ -19,9 +19,9 @@
 
 #define MOST_PROB (V_I8_OFFSET ? 255 : 127) /* the largest that v_dot_u8 takes */
 
-/* to (n) = x / scale, rounded to nearest even, scale = max |x| / 127, and the x are lost. Returns the scale: at least a
+/* to (n) = x / scale, rounded to nearest even, scale = max |x| / 127. Returns the scale: at least a
  * normal number, below which x / scale might exceed 127; or 0 for zeros; or NaN where some x is not finite. */
-static lane round_row_i8(lane *x, int64_t n, int8_t *to)
+static lane round_row_i8(const lane *x, int64_t n, int8_t *to)
 {
     const v_t magic = v_splat((lane)(LANE_BITS == 64 ? 0x1.8p52 : 0x1.8p23)); /* adding it rounds to integers */
     v_t most = v_splat(0), zero = v_splat(0);                                 /* zero becomes NaN, as in row_finite */
@@ -36,11 +36,8 @@ static lane round_row_i8(lane *x, int64_t n, int8_t *to)
         memset(to, 0, n);
         return scale;
     }
-    for (int64_t d = 0; d < n; d += LANES) {
-        const v_t part = v_load_part(x + d, n - d);
-        v_store_part(x + d, (part / v_splat(scale) + magic) - magic, n - d);
-    }
-    for (int64_t d = 0; d < n; d++) to[d] = (int8_t)x[d];
+    for (int64_t d = 0; d < n; d += LANES)
+        v_store_i8_part(to + d, (vi_t)(v_load_part(x + d, n - d) / v_splat(scale) + magic), n - d);
     return scale;
 }
 
@@ -110,8 +107,23 @@ typedef struct {
     lane *fours;            /* (n / 4, BLOCK_Q) */
 } byte_softmax;
 
-/* softmax_update, and the probabilities as bytes. `hides`: some row may not attend some key. */
-INLINE int softmax_of_bytes(int nv, int hides, int logs, const byte_softmax *p)
+/* tools/polynomials.py derives it. */
+static const lane exp2_bytes_poly[] = {(lane)0.69314718055994530942, (lane)0.24203533019054098332,
+                                       (lane)0.055754649780458436764};
+
+/* 2^y, 0 from -127 down: of y to a little above 0. Its relative error, 2e-4, is a tenth of what rounding to bytes adds. */
+INLINE v_t v_exp2_of_bytes(v_t y)
+{
+    const v_t magic = v_splat(EXP_ROUND + EXP_BIAS);
+    y = v_max(v_splat(-EXP_BIAS), y);
+    const v_t rounded = y + magic, rest = y - (rounded - magic);
+    const v_t power = v_fma(v_horner(exp2_bytes_poly, COUNT(exp2_bytes_poly), rest), rest, v_splat(1));
+    return power * (v_t)((vw_t)rounded << MANTISSA_BITS);
+}
+
+/* softmax_update, and the probabilities as bytes. `hides`: some row may not attend some key. Only with `keeps` is s left
+ * as probabilities, and row_log updated. */
+INLINE int softmax_of_bytes(int nv, int hides, int keeps, const byte_softmax *p)
 {
     v_t base[NV], sum[NV], log[NV], inverse[NV];
     vi_t moved = {0};
@@ -135,13 +147,13 @@ INLINE int softmax_of_bytes(int nv, int hides, int logs, const byte_softmax *p)
         const v_t old = v_load(p->row_max + u * LANES), new = v_max(old, max), to = v_base(new);
         const v_t alpha = v_exp_prob(old - to);
         const v_t share = v_select(max == v_splat(-INFINITY), v_splat(0), v_exp_prob(max - to));
-        if (logs) {
+        if (keeps && p->row_log) {
             const v_t old_log = v_load(p->row_log + u * LANES), step = v_log_weight(old - to);
             v_store(p->row_log + u * LANES, alpha * v_fma(v_load(p->row_sum + u * LANES), step, old_log));
         }
         moved |= alpha != v_splat(1);
         inverse[u] = v_select(largest > v_splat(0), v_splat(MOST_PROB) / largest, v_splat(0));
-        base[u] = v_base(max);
+        base[u] = v_base(max) * v_splat((lane)-LOG2_E);
         log[u] = sum[u] = v_splat(0);
         v_store(p->alpha + u * LANES, alpha);
         v_store(p->row_max + u * LANES, new);
@@ -155,15 +167,15 @@ INLINE int softmax_of_bytes(int nv, int hides, int logs, const byte_softmax *p)
         UNROLL_FOR(int u = 0; u < nv; u++) four[u] = (vi_t){0} - (ilane)(bits + (bits << 8));
         UNROLL_FOR(int i = 0; i < 4; i++)
             UNROLL_FOR(int u = 0; u < nv; u++) {
-                if (j + i >= p->n) { /* the last key of all */
+                if (j + i >= p->n) { /* behind the last key of all */
                     four[u] += (vi_t)magic << (8 * i);
                     continue;
                 }
                 lane *s = p->s + (j + i) * BLOCK_Q + u * LANES;
-                const v_t x = v_load(s) - base[u], prob = v_exp_short(x);
+                const v_t y = v_fma(v_load(s), v_splat((lane)LOG2_E), base[u]), prob = v_exp2_of_bytes(y);
                 sum[u] += prob;
-                if (logs) log[u] = v_fma(prob, v_log_weight(x), log[u]);
-                v_store(s, prob);
+                if (keeps && p->row_log) log[u] = v_fma(prob, v_log_weight(y * v_splat((lane)LN_2)), log[u]);
+                if (keeps) v_store(s, prob);
                 const v_t weighed = v_fma(hides ? prob * inverse[u] : prob, v_splat(factor[j + i]), magic);
                 four[u] += (vi_t)weighed << (8 * i);
             }
@@ -172,10 +184,10 @@ INLINE int softmax_of_bytes(int nv, int hides, int logs, const byte_softmax *p)
     UNROLL_FOR(int u = 0; u < nv; u++) {
         const v_t share = v_load(p->share + u * LANES), old = v_load(p->row_sum + u * LANES);
         v_store(p->row_sum + u * LANES, v_fma(old, v_load(p->alpha + u * LANES), share * sum[u]));
-        if (logs) {
-            const v_t step = v_log_weight(base[u] - v_base(v_load(p->row_max + u * LANES)));
-            v_store(p->row_log + u * LANES, v_fma(share, v_fma(sum[u], step, log[u]), v_load(p->row_log + u * LANES)));
-        }
+        if (!(keeps && p->row_log)) continue;
+        const v_t to = v_base(v_load(p->row_max + u * LANES)), step = v_fma(base[u], v_splat((lane)LN_2), to);
+        const v_t since = v_fma(-sum[u], step, log[u]); /* step: by how much the row's maximum exceeds the block's */
+        v_store(p->row_log + u * LANES, v_fma(share, since, v_load(p->row_log + u * LANES)));
     }
     return v_any(moved);
 }

@@ -399,6 +399,10 @@ INLINE vi_t v_pairs_i8(const void *p) { return (vi_t){0} + *(const int8_t *)p; }
 INLINE vi_t v_dot_i16(vi_t a, vi_t b, vi_t c) { return c + a * b; }
 INLINE vi_t v_dot_u8(vi_t a, vi_t b, vi_t c) { return c + a * b; }
 INLINE vi_t v_four_i8(const char *const *p) { return (vi_t){0} + *p[0]; }
+INLINE void v_store_i8_part(void *to, vi_t a, int64_t n)
+{
+    for (int64_t i = 0; i < LANES && i < n; i++) ((int8_t *)to)[i] = (int8_t)a[i];
+}
 INLINE void v_store_pairs_bf16(void *to, v_t a, v_t b) { v_store(to, a + b); }
 INLINE void v_store_paired_bf16(void *to, const void *p, const void *q) { v_store(to, v_load(p) + v_load(q)); }
 #endif /* LANE_BITS == 32 */

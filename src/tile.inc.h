@@ -200,7 +200,12 @@ INLINE void tile_values(int nd, int nv, int form, int64_t d, const value_product
     UNROLL_FOR(int c = 0; c < nd; c++)
         UNROLL_FOR(int u = 0; u < nv; u++) {
             lane *to = p->out + (d + c) * p->pitch + u * LANES;
-            if (form == OF_BYTES) acc[c][u] = v_from_i((vi_t)acc[c][u]) * v_load(p->weight + u * LANES);
+            if (form == OF_BYTES) {
+                const v_t sum = v_from_i((vi_t)acc[c][u]), weight = v_load(p->weight + u * LANES);
+                if (p->mode == ACC_KEEP) v_store(to, v_fma(sum, weight, v_load(to)));
+                if (p->mode == ACC_KEEP) continue;
+                acc[c][u] = sum * weight;
+            }
             if (p->mode == ACC_SCALE) acc[c][u] = v_fma(v_load(to), v_load(p->alpha + u * LANES), acc[c][u]);
             if (p->mode == ACC_KEEP) acc[c][u] += v_load(to);
             v_store(to, acc[c][u]);

@@ -107,7 +107,7 @@ def minimax(function, powers, high, samples=500):
 
 def main():
     half = mp.mpf(1) / 2
-    for name, degree in (("exp2 float", 6), ("exp2 double", 11)):
+    for name, degree in (("exp2 float", 6), ("exp2 double", 11), ("exp2 in bytes", 3)):
         # exp2(f) = 1 + f g(f): the leading 1 stays exact, so that exp2(0) is exactly 1
         g = interpolate(lambda f: mp.expm1(f * mp.log(2)) / f if f else mp.log(2), -half, half, degree - 1)
         error = worst(lambda f: mp.power(2, f), lambda f, g=g: 1 + f * mp.polyval(g[::-1], f), -half, half)
