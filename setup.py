@@ -77,11 +77,15 @@ class InstructionSet(NamedTuple):
     base: str
     own: tuple[str, ...]  # families of it
 
-    def tables(self, lane):
-        """(set, lane type, family) of all its kernels with such lanes."""
-        own = self.own if lane == "f32" else ()
-        families = [family for family in FAMILIES if family in EVERYWHERE or family in own]
-        return [(self.name if family in own else self.base, lane, family) for family in families]
+    def tables(self, lane, sets):
+        """(set, lane type, family) of all its kernels with such lanes; `sets` has all sets by their names."""
+        return [(name, lane, family) for family in FAMILIES if (name := self.owner(family, lane, sets))]
+
+    def owner(self, family, lane, sets):
+        """The set that has these kernels: itself, its base or one further down; None where nothing is gained."""
+        if family in self.own and (lane == "f32" or self.base == self.name):
+            return self.name
+        return None if self.base == self.name else sets[self.base].owner(family, lane, sets)
 
 
 def optimisation(name, lane, family):
@@ -97,9 +101,11 @@ def optimisation(name, lane, family):
 def listed(isas, compiled):
     """The instruction sets, and the tables of those that are compiled, as dispatch.c reads them."""
 
+    sets = {isa.name: isa for isa in isas}
+
     def tables(isa, lane):
         return " ".join(
-            f"FAMILY({name}_{of}, {family})" for name, of, family in isa.tables(lane) if isa in compiled
+            f"FAMILY({name}_{of}, {family})" for name, of, family in isa.tables(lane, sets) if isa in compiled
         )
 
     return " ".join(f"ISA({isa.name}, {', '.join(tables(isa, lane) for lane in LANES)})" for isa in isas)
@@ -157,7 +163,8 @@ class BuildExt(build_ext):
             raise CompileError("no working C compiler (or none that takes GNU C flags)")
         wanted = self.wanted(known)
         isas = [isa for isa in known.values() if isa.name in wanted]
-        tables = {table: None for isa in isas for lane in LANES for table in isa.tables(lane)}
+        sets = {isa.name: isa for isa in ours}
+        tables = {table: None for isa in isas for lane in LANES for table in isa.tables(lane, sets)}
         compiled = [("FA_COMPILED", listed(ours, isas))]
 
         def kernels(name, lane, family):

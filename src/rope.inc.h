@@ -4,6 +4,7 @@
  * Exports   rope_run. */
 #pragma once
 #include "interface/rows.h"
+#include "hadamard.inc.h"
 #include "int8_products.inc.h"
 
 /* Rotates x (head_dim) in place; cos and sin are (pairs). */
@@ -38,6 +39,7 @@ static void rope_run(const fa_rope_args *a, int64_t begin, int64_t end, void *ro
         for (int64_t h = 0; h < a->heads; h++, x += a->x.head, out += a->out.head) {
             load_row(a->x.dtype, x, a->head_dim, 1, row);
             rotate_row(a, cos, sin, row);
+            if (a->hadamard) hadamard_row(a->head_dim, a->hadamard < 0, row);
             if (a->out.dtype == FA_I8)
                 *(lane_u *)at(&a->scale, b, h, i, 0) = round_row_i8(row, a->head_dim, (int8_t *)out);
             else store_row(a->out.dtype, row, a->head_dim, 1, out);

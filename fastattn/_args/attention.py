@@ -30,6 +30,7 @@ from fastattn._args.values import (
     MAX_POSITION,
     as_array,
     broadcast_batch,
+    choice,
     flag,
     float_array,
     head_values,
@@ -79,6 +80,7 @@ def attention_args(
     dropout: float = 0.0,
     seed: int | None = None,
     block_table: ArrayLike | None = None,
+    products: str | None = None,
 ) -> AttentionArgs:
     """Check and normalise the arguments of `attention`, or of what computes with it.
 
@@ -151,6 +153,14 @@ def attention_args(
             args.sinks = head_values("sinks", sinks, (*batch_shape, heads_q), lane, copies)
     if type(dropout) is not float or dropout != 0 or seed is not None:
         args.dropout, args.seed = dropout_of(dropout, seed)
+    if products is not None:
+        choice("products", products, ("int8",))
+        if args.dropout:
+            raise ValueError(f"(): dropout is {args.dropout}; expected 0 with products")
+        if table is not None and args.k_scale is None:
+            expected = "int8 pages, with k_scale and v_scale, for products"
+            raise ValueError(f"(): {names[1]} has pages of {k_array.dtype}; expected {expected}")
+        args.integers = True
     ranges_given = not (window is None and kv_lengths is None and q_offset is None and row_ranges is None)
     if causal is not False or ranges_given or alibi_slopes is not None or structure is not None:
         _add_ranges(args, causal, window, kv_lengths, q_offset, row_ranges, structure)

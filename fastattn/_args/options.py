@@ -92,6 +92,10 @@ class _ValueScale(TypedDict, total=False):
     v_scale: ArrayLike | None
 
 
+class _Products(TypedDict, total=False):
+    products: Literal["int8"] | None
+
+
 class _Pages(TypedDict, total=False):
     block_table: ArrayLike | None
 
@@ -117,7 +121,7 @@ class WeightsOptions(_Probs, _KeyScale, _Dropout):
     """Options of `attention_weights`."""
 
 
-class AttentionOptions(VariantOptions, _KeyScale, _ValueScale, _Dropout, _Pages):
+class AttentionOptions(VariantOptions, _KeyScale, _ValueScale, _Products, _Dropout, _Pages):
     """Options of `attention`, but for `return_lse` and `stats`, on which the type of its result depends."""
 
 
@@ -133,7 +137,7 @@ class VarlenBackwardOptions(_RowOptions, _Dropout):
     """Options that `varlen_attention_backward` shares with `varlen_attention`."""
 
 
-class VarlenOptions(VarlenBackwardOptions, _KeyScale, _ValueScale, OutOption, _Pages):
+class VarlenOptions(VarlenBackwardOptions, _KeyScale, _ValueScale, _Products, OutOption, _Pages):
     """Options of `varlen_attention`, but for `return_lse`."""
 
 

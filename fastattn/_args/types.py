@@ -362,6 +362,7 @@ class RowsArgs(KernelArgs):
 class RopeArgs(KernelArgs):
     """out = x (..., heads, length, head_dim) rotated; cos and sin are (..., 1, length, pairs), lane dtype.
 
+    With `hadamard`, each row is then multiplied, in blocks of the largest powers of two that fit, at most 256.
     With `scale`, each row is then rounded to int8; see `fastattn.layers.KVCache`.
     """
 
@@ -372,6 +373,7 @@ class RopeArgs(KernelArgs):
     interleaved: bool
     num_threads: int
     scale: Array | None = None  # (..., heads, length), lane dtype: receives what the rows of out are times
+    hadamard: int = 0  # 1: rows of out are multiplied by a Hadamard matrix; -1: by its inverse
 
 
 def lane_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

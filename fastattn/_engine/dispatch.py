@@ -116,15 +116,21 @@ def plan(args: AttentionArgs, backend: str | None) -> dict[str, Any]:
     else:
         block_q, block_k = reference.block_sizes(args)
         rows = block_q * (args.heads_q // args.heads_kv)
-        plan = {"kernel": "numpy", "isa": None, "block_q": rows, "block_k": block_k, "gathers": ""}
+        plan = {"kernel": "numpy", "isa": None, "block_q": rows, "block_k": block_k, "gathers": "", "int8_products": False}
     gathers = plan.pop("gathers")
-    return {**plan, "conversions": tuple(_conversions(args, plan.get("bf16_dot", False), gathers))}
+    return {**plan, "conversions": tuple(_conversions(args, plan, gathers))}
 
 
-def _conversions(args: AttentionArgs, dotted: bool, gathers: str) -> Iterator[str]:
-    """Say what is converted or gathered, block by block, while the kernel runs."""
+def _conversions(args: AttentionArgs, plan: dict[str, Any], gathers: str) -> Iterator[str]:
+    """Say what is converted or gathered, block by block, while the kernel runs; or rounded before."""
+    dotted = plan.get("bf16_dot", False)
     for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
-        if x.itemsize == 1:
+        if plan["int8_products"]:
+            if name == "q":
+                yield f"q rounded, tile by tile: {x.dtype} to int8"
+            elif x.itemsize > 1:
+                yield f"{name} rounded, {x.size / 2**20:.3g} MB: {x.dtype} to int8"
+        elif x.itemsize == 1:
             yield f"{name} widened and scaled, block by block: int8 to {lane_dtype(args.q.dtype)}"
         elif x.itemsize == 2 and not dotted:
             yield f"{name} widened, block by block: {x.dtype} to float32"

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from fastattn._args.quiet import quiet
-from fastattn._args.types import Array, Ints, RopeArgs, lane_dtype
-from fastattn._args.values import readable
-from fastattn._engine import dispatch, settings
+from fastattn._args.types import Array, Ints
+from fastattn._engine.rounding import rounded
 
 if TYPE_CHECKING:
     from typing import Any
@@ -63,16 +62,5 @@ def stored(k: Array, v: Array, lane: np.dtype[Any] | None) -> tuple[Array, ...]:
     """What a cache holds of k and v (batch, heads, tokens, head_dim); with `lane` int8, and scales in it."""
     if lane is None:
         return k, v
-    (k, k_scale), (v, v_scale) = _rounded(k, lane), _rounded(v, lane)
+    (k, k_scale), (v, v_scale) = rounded(k, lane), rounded(v, lane)
     return k, v, k_scale, v_scale
-
-
-def _rounded(x: Array, lane: np.dtype[Any]) -> tuple[Array, Array]:
-    """`x` (batch, heads, tokens, head_dim) in int8, and the scales of its rows in `lane`."""
-    x = readable(x, "x", [], "the head dimension")  # lane_dtype knows native types
-    if lane_dtype(x.dtype) != lane:
-        x = x.astype(lane)
-    codes, scale = np.empty(x.shape, np.int8), np.empty(x.shape[:-1], lane)
-    nothing = np.empty((1, 1, 0), lane)  # no rotation
-    dispatch.run(RopeArgs(x, codes, nothing, nothing, False, settings.get_num_threads(), scale))
-    return codes, scale

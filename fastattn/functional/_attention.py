@@ -19,6 +19,7 @@ from fastattn._args.types import Array, ArrayLike, NDArray, Unpack
 from fastattn._args.varlen import varlen_args
 from fastattn._args.words import by_position, not_an_argument
 from fastattn._engine import dispatch, settings
+from fastattn._engine.rounding import by_integers
 from fastattn._engine.tiles import count_tiles
 from fastattn._reference import attention as reference
 
@@ -74,6 +75,7 @@ def attention(
     row_ranges: tuple[ArrayLike, ArrayLike] | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    products: Literal["int8"] | None = None,
     block_table: ArrayLike | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
@@ -231,7 +233,7 @@ def attention(
         mask is None and bias is None and causal is False and window is None and scale is None
         and softcap is None and alibi_slopes is None and sinks is None and kv_lengths is None
         and q_offset is None and row_ranges is None and k_scale is None and v_scale is None
-        and block_table is None and type(dropout) is float and dropout == 0 and seed is None and out is None
+        and products is None and block_table is None and type(dropout) is float and dropout == 0 and seed is None and out is None
         and return_lse is False and stats is None and num_threads is None and backend is None
         and not (more or others)
     ):  # fmt: skip
@@ -246,12 +248,12 @@ def attention(
         args = attention_args(
             q, k, v, mask, bias, causal, window, scale, softcap, alibi_slopes, sinks, kv_lengths,
             q_offset, row_ranges, out, return_lse, num_threads, backend, stats, ("q", "k", "v"),
-            "k_scale and v_scale", k_scale, v_scale, dropout, seed, block_table,
+            "k_scale and v_scale", k_scale, v_scale, dropout, seed, block_table, products,
         )  # fmt: skip
     except Exception as error:
         put_name("attention", error)
         raise
-    dispatch.run(args, backend)
+    dispatch.run(by_integers(args, backend), backend)
     return args.result
 
 
@@ -486,5 +488,6 @@ def varlen_attention(
     except Exception as error:
         put_name("varlen_attention", error)
         raise
-    dispatch.run(args, options.get("backend"))
+    backend = options.get("backend")
+    dispatch.run(by_integers(args, backend), backend)
     return args.result

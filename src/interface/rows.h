@@ -74,8 +74,9 @@ typedef struct {
     const fa_watch *watch; /* optional */
 } fa_scatter_args;
 
-/* out = x, (batch, heads, length, head_dim), rotated by positions; may be x. Dimensions from 2 pairs on are copied. Of x in
- * float32 out may have 16 bits. Or out is int8: each row is rounded, and times its scale it is what it was, to scale / 2. */
+/* out = x, (batch, heads, length, head_dim), rotated by positions; may be x. Dimensions from 2 pairs on are copied. Then each
+ * row may be multiplied by a Hadamard matrix: hadamard.inc.h. Of x in float32 out may have 16 bits. Or out is int8: each row
+ * is rounded, and times its scale it is what it was, to scale / 2. */
 typedef struct {
     fa_array x;        /* rows (batch, heads, length, head_dim) */
     fa_array out;      /* rows (batch, heads, length, head_dim), or int8 with scale */
@@ -83,6 +84,7 @@ typedef struct {
     fa_array scale;    /* lanes (batch, heads, length): of an out in FA_I8 */
     int64_t batch, heads, length, head_dim, pairs;
     int interleaved;
+    int hadamard; /* 1: times the matrix; -1: times its inverse; 0 */
 } fa_rope_args;
 
 /* What an optimizer does to parameters: optimizer.inc.h. All arrays are lanes, side by side; no two of them overlap. */

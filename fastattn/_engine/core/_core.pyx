@@ -223,7 +223,7 @@ def plan(args):
         "kernel": "few_rows" if p.kind == FA_FEW_ROWS else "tile",
         "isa": get_isa(),
         "bf16_dot": bool(p.bf16_dot),
-        "integers": integers,
+        "int8_products": integers,
         "gathers": (not p.k_in_place) * "k" + (not p.v_in_place) * "v",
         "block_q": p.block_q,
         "block_k": p.block_k,
