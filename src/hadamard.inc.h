@@ -1,7 +1,7 @@
 /* Products with Hadamard matrices, H_1 = (1) and H_2n = (H_n H_n; H_n -H_n). H x spreads what stands out in x over all
  * elements, so that rounding them by one scale loses less (QuaRot, Ashkboos et al. 2024); as H H = n, (H x) (y H / n) = x y.
  *
- * Exports   hadamard_row. */
+ * Exports   hadamard_row; hadamard_columns, of vectors. */
 #pragma once
 #include "basics.inc.h"
 
@@ -39,5 +39,21 @@ static void hadamard_row(int64_t n, int inverse, lane *x)
                     x[j] = a + b, x[j + half] = a - b;
                 }
         for (int64_t j = 0; inverse && j < size; j++) x[j] *= (lane)1 / (lane)size;
+    }
+}
+
+/* x (n, width) = H^-1 x: the same of its columns. `width` is whole vectors. */
+static void hadamard_columns(int64_t n, int64_t width, lane *x)
+{
+    for (int64_t size = HADAMARD_MOST; n > 0; x += size * width, n -= size) {
+        while (size > n) size /= 2;
+        const v_t inverse = v_splat((lane)1 / (lane)size);
+        for (int64_t half = 1; half < size; half *= 2)
+            for (int64_t i = 0; i < size * width; i += LANES) {
+                if (i / width & half) continue;
+                const v_t a = v_load(x + i), b = v_load(x + i + half * width);
+                v_store(x + i, a + b), v_store(x + i + half * width, a - b);
+            }
+        for (int64_t i = 0; i < size * width; i += LANES) v_store(x + i, v_load(x + i) * inverse);
     }
 }

@@ -10,7 +10,7 @@
  * m_i and u_i are of the keys that row i attends alone, and so no key that is hidden from it changes its result.
  *
  * Literals  nv: 1, NV. hides, keeps: 0, 1.
- * Exports   MOST_PROB; round_row_i8; rows_as_bytes, values_as_bytes, load_value_scales, sums_of_queries;
+ * Exports   MOST_PROB; round_row_i8; rows_as_bytes, values_as_bytes, load_value_scales;
  *           byte_softmax, softmax_of_bytes. */
 #pragma once
 #include "scales.inc.h"
@@ -84,18 +84,6 @@ INLINE void load_value_scales(const fa_array *scale, const row_block *rows, int6
     odd->n = 0;
     for (int64_t j = 0; j < n; j++)
         if (to[j] < 0 || !is_plain(to[j], LEAST_SCALE)) odd->row[odd->n++] = j, to[j] = 0;
-}
-
-/* start (n_lanes) = what V_I8_OFFSET adds to products with queries (depth, pitch), taken away. */
-INLINE void sums_of_queries(const lane *queries, int64_t depth, int64_t pitch, int64_t n_lanes, lane *start)
-{
-    const vi_t ones = (vi_t){0} + 0x01010101;
-    for (int64_t r = 0; r < n_lanes; r += LANES) {
-        vi_t sum = {0};
-        for (int64_t d = 0; V_I8_OFFSET && d < depth; d++)
-            sum = v_dot_u8(ones, (vi_t)v_load(queries + d * pitch + r), sum);
-        v_store(start + r, (v_t)(-V_I8_OFFSET * sum));
-    }
 }
 
 typedef struct {

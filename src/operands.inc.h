@@ -12,6 +12,7 @@
 #include "tile_amx.inc.h"
 #endif
 #include "partial.inc.h"
+#include "hadamard.inc.h"
 #include "int8_products.inc.h"
 #include "philox.inc.h"
 
@@ -79,13 +80,10 @@ typedef struct {
     philox_key drop;
 } tile_scratch;
 
-/* Lanes of BLOCK_Q rows in bytes and one as it is: load_byte_queries puts them where O^T will be. */
-INLINE int64_t byte_rows(int64_t head_dim) { return (BLOCK_Q / 4 + 1) * round_up(head_dim, 4); }
-
 static void cut_tile(arena *from, const fa_attention_args *a, tile_state *tile)
 {
     CUT(from, tile->qt, padded_k(a->head_dim) * BLOCK_Q);
-    CUT(from, tile->ot, larger(padded_v(a->head_dim_v) * BLOCK_Q, byte_rows(a->head_dim)));
+    CUT(from, tile->ot, padded_v(a->head_dim_v) * BLOCK_Q);
     CUT_LANES(from, BLOCK_Q, &tile->row_max, &tile->row_sum, &tile->q_scale, &tile->q_start);
     cut_row_lanes(from, &tile->lanes);
     tile->row_log = NULL;
@@ -180,28 +178,37 @@ static void load_queries(const fa_attention_args *a, const row_block *rows, int 
     char *first = at_row(&a->q, rows, first_row(rows));
     EACH_ROW(rows, r, id) q_row[r] = at_nth_row(&a->q, rows, first, r, id);
     transpose_rows(a->q.dtype, bf16, q_row, BLOCK_Q, a->head_dim, factor, BLOCK_Q, qt);
+    if (!bf16 && a->hadamard) hadamard_columns(a->head_dim, BLOCK_Q, qt);
     if (!bf16) return;
     const int64_t depth = ceil_div(a->head_dim, 2);
     memset(qt + depth * BLOCK_Q, 0, (padded_k(a->head_dim) / 2 - depth) * BLOCK_Q * sizeof(lane));
 }
 
-/* The same in bytes, (head_dim / 4, BLOCK_Q), with their scales times the factor. */
+/* The same in bytes, (head_dim / 4, BLOCK_Q), over that in lanes; each row by a scale. */
 static void load_byte_queries(const fa_attention_args *a, lane factor, tile_state *tile)
 {
-    const row_block *rows = &tile->rows;
-    const int64_t depth = ceil_div(a->head_dim, 4), bytes = depth * 4;
-    const char *row[BLOCK_Q] = {NULL};
-    lane *whole = tile->ot + BLOCK_Q * depth;
-    for (int64_t r = 0; r < BLOCK_Q; r++) tile->q_scale[r] = 0;
-    EACH_ROW(rows, r, id) {
-        int8_t *to = (int8_t *)tile->ot + r * bytes;
-        load_row(a->q.dtype, at_row(&a->q, rows, id), a->head_dim, 1, whole);
-        tile->q_scale[r] = round_row_i8(whole, a->head_dim, to) * factor;
-        memset(to + a->head_dim, 0, bytes - a->head_dim);
-        row[r] = (const char *)to;
+    const v_t magic = v_splat(EXP_ROUND), least = v_splat(LANE_MIN * 256); /* whose inverse is finite */
+    load_queries(a, &tile->rows, OF_LANES, factor, tile->qt);
+    for (int64_t r = 0; r < BLOCK_Q; r += LANES) {
+        v_t most = v_splat(0), zero = v_splat(0), sum = v_splat(0); /* zero becomes NaN, as in row_finite */
+        for (int64_t d = 0; d < a->head_dim; d++) {
+            const v_t x = v_load(tile->qt + d * BLOCK_Q + r);
+            most = v_max(v_abs(x), most);
+            zero += x * v_splat(0);
+        }
+        const v_t inverse = v_select(most > least, v_splat(127) / most, v_splat(0));
+        for (int64_t d = 0; d < a->head_dim; d += 4) {
+            vi_t four = {0};
+            for (int i = 0; i < 4 && d + i < a->head_dim; i++) {
+                const v_t x = v_fma(v_load(tile->qt + (d + i) * BLOCK_Q + r), inverse, magic);
+                sum += x - magic;
+                four |= ((vi_t)x & 255) << (8 * i);
+            }
+            v_store(tile->qt + d / 4 * BLOCK_Q + r, (v_t)four);
+        }
+        v_store(tile->q_scale + r, v_select(zero != zero, zero, most * v_splat((lane)1 / 127)));
+        v_store(tile->q_start + r, (v_t)(-V_I8_OFFSET * v_to_i(sum)));
     }
-    transpose_rows(FA_BF16, 1, row, BLOCK_Q, depth * 2, 1, BLOCK_Q, tile->qt);
-    sums_of_queries(tile->qt, depth, BLOCK_Q, BLOCK_Q, tile->q_start);
 }
 
 /* Whether the additive tile is the bias alone, whose rows lie in memory as lanes do. */

@@ -10,7 +10,7 @@
  *   v_dot_i8(a, b, c)       c + the products of four signed bytes in each lane of a and b + V_I8_OFFSET times those of
  *                           b: some instructions take a as unsigned
  *   v_dot_u8(a, b, c)       the same, of bytes a that already have V_I8_OFFSET added: unsigned, where there is one
- *   v_from_i(a)             integers as numbers
+ *   v_from_i(a) v_to_i(a)   integers as numbers, whole numbers as integers
  *   v_four_i8(p)            bytes of four rows, p[0] .. p[3], in each lane: LANES of them
  *   v_dot_u4(a, b, c)       c + the products of four integers from 0 to 15 in each lane of a and signed bytes of b; c is
  *                           0 at first, and after at most 8 such products v_sums_u4(c) is their sum
@@ -42,6 +42,7 @@ INLINE v_t v_load_i8(const void *p)
 }
 
 INLINE v_t v_from_i(vi_t a) { return __builtin_convertvector(a, v_t); }
+INLINE vi_t v_to_i(v_t a) { return __builtin_convertvector(a, vi_t); }
 
 #if defined V_AVX512
 #define V_LOOKUP_ONCE 1

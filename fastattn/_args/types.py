@@ -123,6 +123,7 @@ class AttentionArgs(KernelArgs):
     k_scale: Array | None = None  # lane dtype
     v_scale: Array | None = None
     integers: bool = False  # products of int8 are asked for
+    hadamard: bool = False  # rows of k are multiplied by a Hadamard matrix, and kernels multiply those of q
     lse: Array | None = None  # lane dtype
     softcap: float = 0.0  # 0: none
     mask: Bools | None = None
@@ -373,7 +374,7 @@ class RopeArgs(KernelArgs):
     interleaved: bool
     num_threads: int
     scale: Array | None = None  # (..., heads, length), lane dtype: receives what the rows of out are times
-    hadamard: int = 0  # 1: rows of out are multiplied by a Hadamard matrix; -1: by its inverse
+    hadamard: bool = False  # rows of out are multiplied by a Hadamard matrix
 
 
 def lane_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

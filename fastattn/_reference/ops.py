@@ -15,6 +15,7 @@ from fastattn._args.types import Array, RopeArgs, RowsArgs, lane_dtype
 from fastattn._args.weight_types import STORED, columns
 from fastattn._reference.activations import activate
 from fastattn._reference.attention import exp_below
+from fastattn._reference.hadamard import by_hadamard
 
 # `linear` computes blocks of this many rows and panels, 4 MB of float32 results. A block has fewer panels
 # where it would take more multiplications than this, so that Ctrl-C never waits long.
@@ -202,26 +203,9 @@ def rope(args: RopeArgs) -> None:
         out[rows][..., second] = b * cos[rows] + a * sin[rows]
         out[rows][..., 2 * pairs :] = x[rows][..., 2 * pairs :]
     if args.hadamard:
-        out[...] = _by_hadamard(out.astype(args.cos.dtype), args.hadamard)
+        out[...] = by_hadamard(out.astype(args.cos.dtype))
     if args.scale is not None:
         _round_rows(out, args.out, args.scale)
-
-
-def _by_hadamard(x: Array, power: int) -> Array:
-    """The rows of `x` times a Hadamard matrix, or where `power` is -1 its inverse; by blocks, in place."""
-    begin = 0
-    while rest := x.shape[-1] - begin:
-        size = min(256, 1 << (rest.bit_length() - 1))
-        block = x[..., begin : begin + size]
-        half = 1
-        while half < size:
-            pairs = block.reshape(*x.shape[:-1], size // (2 * half), 2, half)
-            a, b = pairs[..., 0, :], pairs[..., 1, :]
-            block = np.stack((a + b, a - b), axis=-2).reshape(block.shape)
-            half *= 2
-        x[..., begin : begin + size] = block * size**-1.0 if power < 0 else block
-        begin += size
-    return x
 
 
 def _round_rows(x: Array, out: Array, scale: Array) -> None:

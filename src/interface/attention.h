@@ -51,6 +51,7 @@ typedef struct {
     fa_masks masks;
     fa_modifiers mods;
     fa_statistics stats;
+    int hadamard; /* rows of k are multiplied by a Hadamard matrix, and kernels multiply those of q: hadamard.inc.h */
     int sigmoid; /* sigmoid(score + sigmoid_bias) in place of the softmax: without lse, sinks, statistics, dropout */
     double sigmoid_bias;
     double dropout; /* below 1: the share of probabilities that become 0, the others times 1 / (1 - dropout); 0: none */

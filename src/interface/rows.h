@@ -84,7 +84,7 @@ typedef struct {
     fa_array scale;    /* lanes (batch, heads, length): of an out in FA_I8 */
     int64_t batch, heads, length, head_dim, pairs;
     int interleaved;
-    int hadamard; /* 1: times the matrix; -1: times its inverse; 0 */
+    int hadamard;
 } fa_rope_args;
 
 /* What an optimizer does to parameters: optimizer.inc.h. All arrays are lanes, side by side; no two of them overlap. */
