@@ -33,11 +33,11 @@ static void hadamard_row(int64_t n, int inverse, lane *x)
         else if (size >= 2 * LANES) hadamard_vectors(size, x);
         else
             for (int64_t half = 1; half < size; half *= 2)
-                for (int64_t j = 0; j < size; j++) {
-                    if (j & half) continue;
-                    const lane a = x[j], b = x[j + half];
-                    x[j] = a + b, x[j + half] = a - b;
-                }
+                for (int64_t first = 0; first < size; first += 2 * half)
+                    for (int64_t j = first; j < first + half; j++) {
+                        const lane a = x[j], b = x[j + half];
+                        x[j] = a + b, x[j + half] = a - b;
+                    }
         for (int64_t j = 0; inverse && j < size; j++) x[j] *= (lane)1 / (lane)size;
     }
 }
@@ -48,12 +48,12 @@ static void hadamard_columns(int64_t n, int64_t width, lane *x)
     for (int64_t size = HADAMARD_MOST; n > 0; x += size * width, n -= size) {
         while (size > n) size /= 2;
         const v_t inverse = v_splat((lane)1 / (lane)size);
-        for (int64_t half = 1; half < size; half *= 2)
-            for (int64_t i = 0; i < size * width; i += LANES) {
-                if (i / width & half) continue;
-                const v_t a = v_load(x + i), b = v_load(x + i + half * width);
-                v_store(x + i, a + b), v_store(x + i + half * width, a - b);
-            }
+        for (int64_t half = width; half < size * width; half *= 2)
+            for (int64_t first = 0; first < size * width; first += 2 * half)
+                for (int64_t i = first; i < first + half; i += LANES) {
+                    const v_t a = v_load(x + i), b = v_load(x + i + half);
+                    v_store(x + i, a + b), v_store(x + i + half, a - b);
+                }
         for (int64_t i = 0; i < size * width; i += LANES) v_store(x + i, v_load(x + i) * inverse);
     }
 }
