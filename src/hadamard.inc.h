@@ -7,20 +7,20 @@
 
 #define HADAMARD_MOST 256 /* elements of a block */
 
-/* x (size) = H x by Pease's algorithm: log2(size) times, sums and differences of its halves, in turn. */
-INLINE void hadamard_vectors(int64_t size, lane *x)
+/* x (n vectors) = H x by Pease's algorithm: log2(size) times, sums and differences of its halves, in turn. A literal n keeps
+ * them in registers. */
+INLINE void hadamard_vectors(int n, lane *x)
 {
-    const int64_t n = size / LANES, half = n / 2;
     v_t from[HADAMARD_MOST / LANES], to[HADAMARD_MOST / LANES];
-    for (int64_t i = 0; i < n; i++) from[i] = v_load(x + i * LANES);
-    for (int64_t done = 1; done < size; done *= 2) {
-        for (int64_t i = 0; i < half; i++) {
-            const v_t sum = from[i] + from[i + half], difference = from[i] - from[i + half];
-            to[2 * i] = V_ZIP_LOW(sum, difference), to[2 * i + 1] = V_ZIP_HIGH(sum, difference);
+    UNROLL_FOR(int i = 0; i < n; i++) from[i] = v_load(x + i * LANES);
+    UNROLL_FOR(int done = 1; done < n * LANES; done *= 2) {
+        UNROLL_FOR(int i = 0; i < n / 2; i++) {
+            const v_t sum = from[i] + from[i + n / 2], difference = from[i] - from[i + n / 2];
+            to[2 * i] = (v_t)V_ZIP_LOW(sum, difference), to[2 * i + 1] = (v_t)V_ZIP_HIGH(sum, difference);
         }
-        memcpy(from, to, n * sizeof from[0]);
+        UNROLL_FOR(int i = 0; i < n; i++) from[i] = to[i];
     }
-    for (int64_t i = 0; i < n; i++) v_store(x + i * LANES, from[i]);
+    UNROLL_FOR(int i = 0; i < n; i++) v_store(x + i * LANES, from[i]);
 }
 
 /* x (n) = H x, or with `inverse` H^-1 x, in blocks of the largest powers of two that fit. */
@@ -28,16 +28,18 @@ static void hadamard_row(int64_t n, int inverse, lane *x)
 {
     for (int64_t size = HADAMARD_MOST; n > 0; x += size, n -= size) {
         while (size > n) size /= 2;
-        if (size == 8 * LANES) hadamard_vectors(8 * LANES, x);
-        else if (size == 4 * LANES) hadamard_vectors(4 * LANES, x);
-        else if (size >= 2 * LANES) hadamard_vectors(size, x);
-        else
+        switch (size / LANES) {
+        case 2: hadamard_vectors(2, x); break;
+        case 4: hadamard_vectors(4, x); break;
+        case 8: hadamard_vectors(8, x); break;
+        default:
             for (int64_t half = 1; half < size; half *= 2)
                 for (int64_t first = 0; first < size; first += 2 * half)
                     for (int64_t j = first; j < first + half; j++) {
                         const lane a = x[j], b = x[j + half];
                         x[j] = a + b, x[j + half] = a - b;
                     }
+        }
         for (int64_t j = 0; inverse && j < size; j++) x[j] *= (lane)1 / (lane)size;
     }
 }

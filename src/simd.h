@@ -310,9 +310,8 @@ INLINE lane v_sum(v_t a)
 /* NaN in any lane gives NaN or the maximum of the others: the probabilities carry it. */
 INLINE lane v_max_lanes(v_t a)
 {
-    lane max = a[0];
-    UNROLL_FOR(int i = 1; i < LANES; i++) max = max > a[i] ? max : a[i];
-    return max;
+    UNROLL_FOR(int n = LANES; n > 1; n /= 2) a = v_max((v_t)V_ZIP_LOW(a, a), (v_t)V_ZIP_HIGH(a, a));
+    return a[0];
 }
 
 INLINE vi_t v_max_i(vi_t a, vi_t b)

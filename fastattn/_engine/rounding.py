@@ -13,14 +13,16 @@ from fastattn._args.values import readable
 from fastattn._engine import dispatch, settings
 
 
-def rounded(x: Array, lane: np.dtype[Any], hadamard: bool = False) -> tuple[Array, Array]:
+def rounded(
+    x: Array, lane: np.dtype[Any], num_threads: int | None = None, hadamard: bool = False
+) -> tuple[Array, Array]:
     """`x` (..., heads, tokens, head_dim) in int8, and the scales of its rows in `lane`."""
     x = readable(x, "x", [], "the head dimension")  # lane_dtype knows native types
     if lane_dtype(x.dtype) != lane:
         x = x.astype(lane)
     codes, scale = np.empty(x.shape, np.int8), np.empty(x.shape[:-1], lane)
     nothing = np.empty((1, 1, 0), lane)  # no positions
-    threads = settings.get_num_threads()
+    threads = num_threads or settings.get_num_threads()
     dispatch.run(RopeArgs(x, codes, nothing, nothing, False, threads, scale, hadamard))
     return codes, scale
 
@@ -36,6 +38,6 @@ def by_integers(args: AttentionArgs, backend: str | None) -> AttentionArgs:
         return args
     made, lane = copy(args), lane_dtype(args.q.dtype)
     made.hadamard = True
-    made.k, made.k_scale = rounded(args.k, lane, hadamard=True)
-    made.v, made.v_scale = rounded(args.v, lane)
+    made.k, made.k_scale = rounded(args.k, lane, args.num_threads, hadamard=True)
+    made.v, made.v_scale = rounded(args.v, lane, args.num_threads)
     return made
