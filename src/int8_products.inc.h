@@ -99,12 +99,12 @@ typedef struct {
 static const lane exp2_bytes_poly[] = {(lane)0.69314718055994530942, (lane)0.24203533019054098332,
                                        (lane)0.055754649780458436764};
 
-/* 2^y, 0 from -127 down: of y to a little above 0. Its relative error, 2e-4, is a tenth of what rounding to bytes adds. */
-INLINE v_t v_exp2_of_bytes(v_t y)
+/* v_exp for probabilities that will be rounded to bytes: its relative error, 2e-4, is a tenth of what that adds. */
+INLINE v_t v_exp_of_bytes(v_t x)
 {
-    const v_t magic = v_splat(EXP_ROUND + EXP_BIAS);
-    y = v_max(v_splat(-EXP_BIAS), y);
-    const v_t rounded = y + magic, rest = y - (rounded - magic);
+    const v_t magic = v_splat(EXP_ROUND + EXP_BIAS), log2_e = v_splat((lane)LOG2_E);
+    x = v_max(v_splat((lane)(-EXP_BIAS * LN_2)), x);
+    const v_t rounded = v_fma(x, log2_e, magic), rest = v_fma(x, log2_e, magic - rounded);
     const v_t power = v_fma(v_horner(exp2_bytes_poly, COUNT(exp2_bytes_poly), rest), rest, v_splat(1));
     return power * (v_t)((vw_t)rounded << MANTISSA_BITS);
 }
@@ -141,7 +141,7 @@ INLINE int softmax_of_bytes(int nv, int hides, int keeps, const byte_softmax *p)
         }
         moved |= alpha != v_splat(1);
         inverse[u] = v_select(largest > v_splat(0), v_splat(MOST_PROB) / largest, v_splat(0));
-        base[u] = v_base(max) * v_splat((lane)-LOG2_E);
+        base[u] = v_base(max);
         log[u] = sum[u] = v_splat(0);
         v_store(p->alpha + u * LANES, alpha);
         v_store(p->row_max + u * LANES, new);
@@ -160,9 +160,9 @@ INLINE int softmax_of_bytes(int nv, int hides, int keeps, const byte_softmax *p)
                     continue;
                 }
                 lane *s = p->s + (j + i) * BLOCK_Q + u * LANES;
-                const v_t y = v_fma(v_load(s), v_splat((lane)LOG2_E), base[u]), prob = v_exp2_of_bytes(y);
+                const v_t x = v_load(s) - base[u], prob = v_exp_of_bytes(x);
                 sum[u] += prob;
-                if (keeps && p->row_log) log[u] = v_fma(prob, v_log_weight(y * v_splat((lane)LN_2)), log[u]);
+                if (keeps && p->row_log) log[u] = v_fma(prob, v_log_weight(x), log[u]);
                 if (keeps) v_store(s, prob);
                 const v_t weighed = v_fma(hides ? prob * inverse[u] : prob, v_splat(factor[j + i]), magic);
                 four[u] += (vi_t)weighed << (8 * i);
@@ -173,8 +173,8 @@ INLINE int softmax_of_bytes(int nv, int hides, int keeps, const byte_softmax *p)
         const v_t share = v_load(p->share + u * LANES), old = v_load(p->row_sum + u * LANES);
         v_store(p->row_sum + u * LANES, v_fma(old, v_load(p->alpha + u * LANES), share * sum[u]));
         if (!(keeps && p->row_log)) continue;
-        const v_t to = v_base(v_load(p->row_max + u * LANES)), step = v_fma(base[u], v_splat((lane)LN_2), to);
-        const v_t since = v_fma(-sum[u], step, log[u]); /* step: by how much the row's maximum exceeds the block's */
+        const v_t step = v_log_weight(base[u] - v_base(v_load(p->row_max + u * LANES)));
+        const v_t since = v_fma(sum[u], step, log[u]);
         v_store(p->row_log + u * LANES, v_fma(share, since, v_load(p->row_log + u * LANES)));
     }
     return v_any(moved);

@@ -9,10 +9,16 @@ static struct {
     test_case c;
     fa_attention_args args[2]; /* the second one with twins */
     int bf16_dot;              /* the last plan's */
+    int integers;              /* products of int8 are asked for */
 } attention_now;
 
+static const fa_attention_kernels *kernels_of(const fa_kernels *kernels, int wide)
+{
+    return attention_now.integers && !wide ? kernels->integers : kernels->attention;
+}
+
 /* Runs all tasks, for the first time or `again`. */
-static void run_tasks(const fa_kernels *kernels, const fa_attention_args *a, const fa_plan *p, int again)
+static void run_tasks(const fa_attention_kernels *kernels, const fa_attention_args *a, const fa_plan *p, int again)
 {
     const int mark = n_mappings;
     char *scratch = allocate((size_t)p->scratch_bytes);
@@ -24,13 +30,13 @@ static void run_tasks(const fa_kernels *kernels, const fa_attention_args *a, con
         FOR(head, p->n_tasks)
         {
             int64_t first, last;
-            kernels->attention->splits(a, p, head, &first, &last);
+            kernels->splits(a, p, head, &first, &last);
             for (int64_t split = last - 1; split >= first; split--)
-                kernels->attention->run_split(a, p, head, split, partials + split * p->partial_bytes, scratch);
+                kernels->run_split(a, p, head, split, partials + split * p->partial_bytes, scratch);
             for (int64_t split = first; split < last; split++)
-                kernels->attention->merge(a, p, head, split, state, partials + split * p->partial_bytes);
+                kernels->merge(a, p, head, split, state, partials + split * p->partial_bytes);
         }
-    } else FOR(task, p->n_tasks) kernels->attention->run(a, p, again ? p->n_tasks - 1 - task : task, scratch);
+    } else FOR(task, p->n_tasks) kernels->run(a, p, again ? p->n_tasks - 1 - task : task, scratch);
     release(mark);
 }
 
@@ -96,19 +102,19 @@ static int run_attention(const fa_kernels *kernels, int again, int wide)
     FOR(pass, 1 + (call.stats.norm.data != NULL))
     {
         call.stats.second_pass = (int)pass;
-        kernels->attention->plan(&call, again ? 64 : 1, &p);
+        kernels_of(kernels, wide)->plan(&call, again ? 64 : 1, &p);
         if (p.scratch_bytes % 64 || p.partial_bytes % 64) return 0;
-        run_tasks(kernels, &call, &p, again);
+        run_tasks(kernels_of(kernels, wide), &call, &p, again);
         if (!pass) attention_now.bf16_dot = p.bf16_dot;
     }
     return 1;
 }
 
-static void make_attention(int number)
+static void make_case(test_case c)
 {
-    const test_case c = attention_now.c = case_of(number);
     fa_attention_args *a = attention_now.args;
     const fa_dtype lane = lane_of(c.q);
+    attention_now.c = c;
     *a = new_inputs(&c), a[1] = twin_of_attention(*a), n_results = 0;
     const int64_t batch = a->batch, heads = a->heads_q, rows = a->len_q, keys = a->len_k, top = a->stats.n_top;
     add_result("out", 1, c.q, batch, heads, rows, a->head_dim_v, c.out_layout);
@@ -123,6 +129,26 @@ static void make_attention(int number)
     expect_results(run_attention);
 }
 
+static void make_attention(int number)
+{
+    attention_now.integers = 0;
+    make_case(case_of(number));
+}
+
+/* The cases of int8 and float lanes, but for what such products cannot do, and for keys whose order rounding changes. */
+static void make_integers(int number)
+{
+    test_case c = case_of(number / 2 * COUNT(dtypes) + COUNT(dtypes) - (number % 2 ? 1 : 3));
+    c.options &= ~(SIGMOID | DROPOUT), c.statistics &= ~TOP;
+    attention_now.integers = 1;
+    make_case(c);
+}
+
+static const char *check_integers(const fa_kernels *kernels)
+{
+    return kernels->integers ? check_results(run_attention, kernels, 1000, 0x1p-5) : NULL;
+}
+
 static const char *check_attention(const fa_kernels *kernels)
 {
     FOR(again, 2) if (!run_into(run_attention, kernels, (int)again, 0)) return UNALIGNED;
@@ -130,5 +156,6 @@ static const char *check_attention(const fa_kernels *kernels)
 }
 
 FAMILY(attention, N_CASES, make_attention, attention_now.c.q, &attention_now.c);
+FAMILY(integers, N_CASES / COUNT(dtypes) * 2, make_integers, attention_now.c.q, &attention_now.c);
 
 #endif

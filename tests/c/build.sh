@@ -6,11 +6,7 @@ export out
 trap 'rm -rf "$out"' EXIT
 setup_flags=$(sed -n 's/^FLAGS = \[\(.*\)\]$/\1/p' setup.py | tr -d '",')
 
-families=$(basename -s .c src/families/*.c)
-
-instruction_sets() { # instruction_sets ARCHITECTURE: lines "name|base|families of its own|flags" of isa.inc
-    sed -nE "s/^FA_ISA\((\w+), ($1|any), \"(.*)\", (\w+), \"(.*)\"\)$/\1|\4|\5|\3/p" src/isa.inc
-}
+. tests/c/sets.sh
 
 own_kernels() { # own_kernels ISA FAMILIES: a pattern of the lines of `driver list` whose kernels no other set has
     if [ "$2" = all ]; then echo "^$1(_emulated)? "; else echo "^$1 (${2// /|})$"; fi
@@ -32,7 +28,7 @@ build() {
     }
     kernels() { # kernels ISA f32|f64 FAMILY FLAGS...
         local optimisation="-O2 -Wno-maybe-uninitialized" # as in setup.py
-        [[ ! "$2_$3" =~ ^f32_(attention|linear|backward|outer|pack|rows)$ ]] || optimisation=-O3
+        [[ ! "$2_$3" =~ ^f32_(attention|integers|linear|backward|outer|pack|rows)$ ]] || optimisation=-O3
         [[ "$1" != generic* ]] || optimisation="-O1 -Wno-maybe-uninitialized"
         compile "$1_$2_$3" "src/families/$3.c" "-DFA_ISA_NAME=$1" "-DFA_LANE_${2^^}=1" "${@:4}"
     }
@@ -46,6 +42,7 @@ build() {
             [ "$on" = avx512 ] || tiles+=" -O1 -Wno-psabi" # as in setup.py
             for family in $families; do
                 of=$on
+                [ "$family" != integers ] || continue # without tiles
                 [[ " $own " != *" $family "* ]] || of=amx_on_$on
                 kernels "$of" f32 "$family" "$(flags_of "$on")" "$([ "$of" = "$on" ] || echo "$tiles")"
                 kernels "$on" f64 "$family" "$(flags_of "$on")"
@@ -63,11 +60,14 @@ build() {
         fi
         floats="" doubles=""
         for family in $families; do
-            of=$base
-            [[ " $own " != *" $family "* ]] || of=$isa
+            of=$(owner "$isa" "$family" f32)
+            [ -n "$of" ] || continue
             kernels "$of" f32 "$family" "$(flags_of "$of")"
-            kernels "$base" f64 "$family" "$(flags_of "$base")"
-            floats+="FAMILY(${of}_f32,$family) " doubles+="FAMILY(${base}_f64,$family) "
+            floats+="FAMILY(${of}_f32,$family) "
+            of=$(owner "$isa" "$family" f64)
+            [ -n "$of" ] || continue
+            kernels "$of" f64 "$family" "$(flags_of "$of")"
+            doubles+="FAMILY(${of}_f64,$family) "
         done
         list+=" ISA($isa,$floats,$doubles)"
         own_kernels "$isa" "$own" >>"$folder/own"

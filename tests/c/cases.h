@@ -44,7 +44,7 @@ static const shape shapes[] = {
 /* The dtype of q and out, and that of k and v. */
 static const fa_dtype dtypes[][2] = {{FA_F32, FA_F32},   {FA_F64, FA_F64}, {FA_F16, FA_F16},
                                      {FA_BF16, FA_BF16}, {FA_F32, FA_F16}, {FA_F32, FA_BF16},
-                                     {FA_F32, FA_I8},    {FA_F64, FA_I8},  {FA_BF16, FA_I8}};
+                                     {FA_F32, FA_I8},    {FA_F64, FA_I8},  {FA_BF16, FA_I8}}; /* make_integers */
 
 /* Several to a line, for which clang-format has no option. */
 /* clang-format off */

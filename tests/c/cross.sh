@@ -7,6 +7,7 @@ out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 python=${PYTHON:-python3}
 zig=${ZIG:-$python -m ziglang cc}
+. tests/c/sets.sh
 setup_flags=$(sed -n 's/^FLAGS = \[\(.*\)\]$/\1/p' setup.py | tr -d '",')
 # Without optimisation: minutes instead of an hour, and the same errors.
 flags="$setup_flags -O0 -Wall -Wextra -Werror -Isrc"
@@ -34,22 +35,20 @@ compile() { # compile TARGET SOURCE FLAGS...: adds to `jobs`
 core_flags="-O0 -w -DNDEBUG -DNPY_NO_DEPRECATED_API=NPY_1_7_API_VERSION -Isrc"
 jobs=()
 while read -r target arch platform; do
-    sed -nE "s/^FA_ISA\((\w+), ($arch|any), \"(.*)\", (\w+), \"(.*)\"\)$/\1|\4|\5|\3/p" src/isa.inc >"$out/sets"
+    instruction_sets "$arch" >"$out/sets"
     list=""
     while IFS="|" read -r isa base own isa_flags; do
         isa_flags=${isa_flags/-march=armv8.2-a/-mcpu=generic+v8_2a} # what zig calls it
         floats="" doubles=""
-        for source in src/families/*.c; do
-            family=$(basename -s .c "$source")
-            of=$base
-            if [[ $own = all || " $own " == *" $family "* ]]; then
-                of=$isa
-                compile "$target" "$source" "$flags $isa_flags -DFA_ISA_NAME=$isa -DFA_LANE_F32=1"
-            fi
-            if [ "$isa" = "$base" ]; then
-                compile "$target" "$source" "$flags $isa_flags -DFA_ISA_NAME=$isa -DFA_LANE_F64=1"
-            fi
-            floats+="FAMILY(${of}_f32,$family) " doubles+="FAMILY(${base}_f64,$family) "
+        for family in $families; do
+            for lane in f32 f64; do
+                of=$(owner "$isa" "$family" "$lane")
+                [ -n "$of" ] || continue
+                [ "$lane" = f64 ] || floats+="FAMILY(${of}_f32,$family) "
+                [ "$lane" = f32 ] || doubles+="FAMILY(${of}_f64,$family) "
+                [ "$of" = "$isa" ] || continue
+                compile "$target" "src/families/$family.c" "$flags $isa_flags -DFA_ISA_NAME=$isa -DFA_LANE_${lane^^}=1"
+            done
         done
         list+=" ISA($isa, $floats, $doubles)"
     done <"$out/sets"

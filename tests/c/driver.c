@@ -23,7 +23,8 @@
 #include "selection.h"
 #include "updates.h"
 
-static const family *const families[] = {&attention_family,   &backward_family,
+static const family *const families[] = {&attention_family,   &integers_family,
+                                         &backward_family,
                                          &rowwise_family,     &rowwise_backward_family,
                                          &recurrent_family,   &recurrent_backward_family,
                                          &linear_family,      &pack_family,
