@@ -256,7 +256,8 @@ INLINE void accumulate(const fa_attention_args *a, int nv, int form, int bad, in
         const int64_t key = block->first + block->bad.row[i], row = (key - j0) * BLOCK_Q;
         if (key < j0 || key >= j0 + n) continue;
         for (int64_t r = 0; form == OF_BYTES && r < nv * LANES; r++) scratch->s[row + r] *= scratch->share[r];
-        add_bad_value(a, nv, 1, scores->rows, key, scratch->s + row, scratch->add + row, tile->ot);
+        const lane *attends = hides(scores->kind) ? scratch->add + row : NULL; /* of mark_attending */
+        add_bad_value(a, nv, 1, scores->rows, key, scratch->s + row, attends, tile->ot);
     }
 }
 
@@ -275,7 +276,7 @@ INLINE void tile_block(const fa_attention_args *a, const modifiers *mods, int nv
     }
     if (hides(kind)) take_out_bad_values(a, &tile->rows, form, scratch);
     const int bad = (hides(kind) || form == OF_BYTES) && scratch->block.bad.n;
-    if (bad) mark_attending(nv, &scores);
+    if (bad && hides(kind)) mark_attending(nv, &scores);
     const int moved = finish_probs(a, nv, form, bad, tile, &scores, scratch);
     accumulate(a, nv, form, bad, moved, tile, &scores, n_low, scratch);
 }

@@ -98,7 +98,7 @@ def vjp_of(
     taken = {*parameters, *(() if options is None else options.__annotations__)} - {*gradients, *without}
     sources = (*gradients, *(option for option in OF_OPTIONS if option in taken))
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
-    refused = [name for name in ("k_scale", "v_scale", "block_table") if name in taken]
+    refused = [name for name in ("k_scale", "v_scale", "products", "block_table") if name in taken]
 
     def record(*arrays: Any, **chosen: Any) -> tuple[Any, Pullback]:
         for option in refused:

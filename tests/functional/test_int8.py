@@ -7,7 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from implementations import each_isa
-from oracle import assert_same_bits, check, expect, spread_inputs
+from int8_inputs import inputs, widened
+from oracle import assert_same_bits, check, expect
 
 import fastattn
 from fastattn import functional
@@ -27,27 +28,6 @@ SHAPES = [
 DECODE, PREFILL = SHAPES[2], SHAPES[0]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-
-
-def rounded(x):
-    """(codes, scales) of x (..., head_dim), as a cache in int8 makes them."""
-    lane = np.float64 if x.dtype == np.float64 else np.float32
-    scale = np.abs(x.astype(lane)).max(axis=-1) / lane(127)
-    codes = np.divide(x, scale[..., None], out=np.zeros(x.shape, lane), where=scale[..., None] > 0)
-    return np.rint(codes).astype(np.int8), scale
-
-
-def widened(codes, scale):
-    with np.errstate(all="ignore"):
-        return codes.astype(scale.dtype) * scale[..., None]
-
-
-def inputs(shape, dtype, seed=0):
-    """q, the arguments that are int8, and k and v as these mean them."""
-    q, k, v = spread_inputs(shape, dtype, np.random.default_rng(seed))
-    (k, k_scale), (v, v_scale) = rounded(k), rounded(v)
-    int8 = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
-    return q, int8, widened(k, k_scale), widened(v, v_scale)
 
 
 def attention(q, int8, **arguments):
