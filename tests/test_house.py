@@ -308,8 +308,8 @@ TAKES_INT8 = {
 }
 
 
-# The few that take pages.
-PAGES = {"block_table"}
+# The few that take pages, or products of int8.
+PAGES = {"block_table", "products"}
 TAKE_PAGES = {"explain"}
 
 

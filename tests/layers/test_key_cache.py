@@ -382,7 +382,7 @@ def test_an_interrupted_append_counts_nothing(before, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("fastattn._engine.slots.dispatch.run", interrupted)
+        patched.setattr("fastattn._engine.rounding.dispatch.run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cache.append(k, k)
     assert cache.length == before

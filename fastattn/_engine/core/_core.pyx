@@ -153,12 +153,12 @@ def attention(args):
     cdef _Tables tables = _set_args(&a, args, True)
     cdef int threads = args.num_threads
     if args.begins is not None:
-        _run_attention(&a, threads, args.integers, _begun(&a, args.begins, tables, of_queries, 5, of_keys))
+        _run_attention(&a, threads, _begun(&a, args.begins, tables, of_queries, 5, of_keys), args.integers)
         return
-    _run_attention(&a, threads, args.integers)
+    _run_attention(&a, threads, None, args.integers)
     if a.stats.norm.data != NULL:
         a.stats.second_pass = True
-        _run_attention(&a, threads, args.integers)
+        _run_attention(&a, threads, None, args.integers)
 
 
 cdef enum:

@@ -195,7 +195,7 @@ cdef const fa_attention_kernels *_plan_attention(const fa_kernels *kernels, cons
     return kernels.integers
 
 
-cdef int _run_attention(fa_attention_args *a, int threads, bint integers=False, _Sequences sequences=None) except -1:
+cdef int _run_attention(fa_attention_args *a, int threads, _Sequences sequences=None, bint integers=False) except -1:
     """Run all tasks of one pass: of one job, or of sequences."""
     cdef Job whole
     cdef Jobs w
