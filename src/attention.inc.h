@@ -96,7 +96,7 @@ static int64_t keys_of_low(const row_block *rows, int64_t j0, int64_t n, int for
 {
     int64_t end = j0;
     for (int64_t r = 0; r < smaller(rows->n, NV_LOW * LANES); r++) end = larger(end, rows->end[r]);
-    return smaller(n, round_up(end - j0, per_lane(form)));
+    return smaller(n, round_up(end - j0, form == OF_BYTES ? MR : per_lane(form)));
 }
 
 /* Whether scores wait for their factor until softmax, which then costs nothing. */
@@ -216,7 +216,7 @@ INLINE int finish_probs(const fa_attention_args *a, int nv, int form, int bad, t
                         const score_tile *scores, tile_scratch *scratch)
 {
     const int64_t j0 = scores->j0, n = scores->n;
-    const int drops = a->dropout > 0;
+    const int drops = form != OF_BYTES && a->dropout > 0;
     int moved = 0;
     if (a->stats.n_top) {
         tile->top_first = j0 / PART_K * PART_K;
@@ -399,14 +399,14 @@ INLINE void tile_attend_as(const fa_attention_args *a, int form, const row_block
     const modifiers mods = modifiers_of(a, form == OF_PAIRS);
     const int tiles = (int)ceil_div(all->n, BLOCK_Q);
     begin_head(a, all, &scratch->copy);
-    if (a->dropout > 0) scratch->drop = philox_key_of(a);
+    if (form != OF_BYTES && a->dropout > 0) scratch->drop = philox_key_of(a);
     for (int i = 0; i < tiles; i++) {
         row_block *rows = &scratch->tiles[i].rows;
         rows->b = all->b, rows->h_kv = all->h_kv, rows->group = all->group;
         rows->row0 = all->row0 + i * BLOCK_Q;
         rows->n = smaller(all->n - i * BLOCK_Q, BLOCK_Q);
         tile_begin(a, &mods, form, key_begin, key_end, scratch->tiles + i);
-        if (a->dropout > 0) count_rows(a, rows, &scratch->drop, scratch->tiles[i].counters);
+        if (form != OF_BYTES && a->dropout > 0) count_rows(a, rows, &scratch->drop, scratch->tiles[i].counters);
     }
     scratch->waiting_nv = 0;
     key_walk walk = walk_begin(&scratch->tiles->rows, tiles, sizeof(tile_state), a->masks.ranges != NULL,

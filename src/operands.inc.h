@@ -97,7 +97,8 @@ static void cut_tile(arena *from, const fa_attention_args *a, tile_state *tile)
 
 static int64_t cut_tile_scratch(arena *from, const fa_attention_args *a, int tiles, tile_scratch *scratch)
 {
-    CUT_LANES(from, BLOCK_K * BLOCK_Q, &scratch->s, &scratch->add, &scratch->by_row);
+    CUT(from, scratch->s, (BLOCK_K + MR) * BLOCK_Q); /* block_outer ends with whole MR of bytes */
+    CUT_LANES(from, BLOCK_K * BLOCK_Q, &scratch->add, &scratch->by_row);
     CUT_LANES(from, BLOCK_K / 2 * BLOCK_Q, &scratch->pairs);
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim, LANES), &scratch->k);
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim_v, LANES), &scratch->v, &scratch->clean);

@@ -135,11 +135,11 @@ INLINE void block_outer(int nv, int form, int64_t n, const outer_product *whole,
         p.depth = smaller(whole->depth - d, MAX_DEPTH);
         p.more = whole->more || d > 0;
         int64_t j = 0;
-        for (; j + MR <= n; j += MR) {
+        for (; j + (form == OF_BYTES ? 1 : MR) <= n; j += MR) { /* of bytes, all rows are copies, and more are there */
             if (ahead && !p.more) prefetch_ahead(ahead, j);
             tile_outer(MR, nv, form, 0, &p, j);
         }
-        switch (n - j) { /* in one piece: each waits for its own sums */
+        switch (form == OF_BYTES ? 0 : n - j) { /* in one piece: each waits for its own sums */
         case 0: break;
         case 1: tile_outer(1, nv, form, 0, &p, j); break;
         case 2: tile_outer(2, nv, form, 0, &p, j); break;
