@@ -2,9 +2,9 @@
 
     python -m bench measure WHAT [--isa ISA] [--dtype D]
 
-WHAT is peak, strided, padding, decode, layer, step, select, selected or blocks.
+WHAT is peak, strided, padding, decode, int8, layer, step, select, selected or blocks.
 
-Each time is the shortest of many, in CPU time of the thread.
+Each time is the shortest of many, in CPU time of the thread; of int8 in all threads, by the clock.
 The limit or the counterpart that it is compared with is measured in the same seconds.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from bench.clock import Call, normal, shortest
 from fastattn import functional, models
 from fastattn._engine import settings
 from fastattn._engine.core import _core
-from fastattn.layers import TransformerEncoderLayer
+from fastattn.layers import KVCache, TransformerEncoderLayer
 
 
 def best(*calls: Call) -> list[float]:
@@ -88,6 +89,35 @@ def decode(dtype: str) -> None:
         q, k = normal((1, 8, 1, 64), dtype), normal((1, 8, length, 64), dtype)
         (seconds,) = best(lambda q=q, k=k: fastattn.attention(q, k, k, window=(255, 0), num_threads=1))
         print((1, 8, length, 64), f"window of 256: {1e6 * seconds:.0f} us")
+
+
+def int8(dtype: str) -> None:
+    """A cache in int8, and products of int8, also of arrays that are rounded first, beside other types."""
+    del dtype
+    ints: dict[str, Any] = {"products": "int8"}
+    one_row = ((32, 32, 1, 8192, 128), (32, 8, 1, 4096, 128))
+    square = ((8, 8, 4096, 4096, 64), (12, 12, 1024, 1024, 64), (8, 8, 2048, 2048, 128), (96, 96, 128, 128, 64))
+    print("heads, heads_kv, len_q, len_k, head_dim: ms in float32, bfloat16, of a cache in int8;")
+    print("products of int8: of the cache, of float32, of bfloat16; bfloat16 / products of the cache")
+    for heads, heads_kv, len_q, len_k, d in (*one_row, *square):
+        shapes = (1, heads, len_q, d), *[(1, heads_kv, len_k, d)] * 2
+        floats, pairs = (
+            [normal(x, to, seed) for seed, x in enumerate(shapes)] for to in ("float32", "bfloat16")
+        )
+        cached = {**KVCache(dtype="int8").append(*floats[1:])._asdict()}
+        for causal in (False, True)[: 1 + (len_q > 1)]:
+            calls = [
+                partial(fastattn.attention, *floats),
+                partial(fastattn.attention, *pairs),
+                partial(fastattn.attention, floats[0], **cached),
+                partial(fastattn.attention, floats[0], **cached, **ints),
+                partial(fastattn.attention, *floats, **ints),
+                partial(fastattn.attention, *pairs, **ints),
+            ]
+            each = shortest(*(partial(call, causal=causal) for call in calls))
+            times = ", ".join(f"{1e3 * seconds:.2f}" for seconds in each)
+            shape = (heads, heads_kv, len_q, len_k, d)
+            print(shape, "causal:" if causal else "no mask:", f"{times}; {each[1] / each[3]:.2f}", flush=True)
 
 
 def timed(program: Any, inside: list[float]) -> Any:
@@ -277,7 +307,7 @@ def blocks(dtype: str) -> None:
 def main(words: list[str]) -> None:
     """Parse the command line and measure."""
     measures = {
-        f.__name__: f for f in (peak, strided, padding, decode, layer, step, select, selected, blocks)
+        f.__name__: f for f in (peak, strided, padding, decode, int8, layer, step, select, selected, blocks)
     }
     parser = argparse.ArgumentParser(
         prog="python -m bench measure", description=(__doc__ or "").splitlines()[0]

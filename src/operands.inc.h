@@ -16,6 +16,10 @@
 #include "int8_products.inc.h"
 #include "philox.inc.h"
 
+#ifndef FORM_OF /* what products of a call multiply; the family `integers` has one answer */
+#define FORM_OF(a) (takes_pairs(a) ? OF_PAIRS : OF_LANES)
+#endif
+
 #define TASK_TILES 8 /* most tiles of a task */
 
 /* After so many keys, at multiples of it, a tile's state becomes a partial and is merged into that of the keys before.
@@ -113,12 +117,18 @@ static int64_t cut_tile_scratch(arena *from, const fa_attention_args *a, int til
     return from->used;
 }
 
+/* Lanes of a row's copy in that of a head. */
+INLINE int64_t copied_lanes(int form, int64_t width)
+{
+    return form == OF_BYTES ? ceil_div(width, 4) : round_up(width, LANES);
+}
+
 static void cut_head_copy(arena *from, const fa_attention_args *a, head_copy *copy)
 {
     const int64_t blocks = ceil_div(a->len_k, BLOCK_K), keys = blocks * BLOCK_K;
     CUT(from, copy->blocks, blocks);
-    CUT(from, copy->k, keys * round_up(a->head_dim, LANES));
-    CUT(from, copy->v, keys * round_up(a->head_dim_v, LANES));
+    CUT(from, copy->k, keys * copied_lanes(FORM_OF(a), a->head_dim) + MR * a->head_dim); /* as of s: more rows are read */
+    CUT(from, copy->v, keys * copied_lanes(FORM_OF(a), a->head_dim_v));
 }
 
 /* Before a task of the KV head of `rows`: forgets the copy of another one. */
@@ -368,12 +378,6 @@ INLINE void clear_paired_row(int64_t row, int64_t width, lane *pairs)
     const int64_t step = key_step(1);
     char *half = (char *)(pairs + row / step * step / 2 * padded_v(width)) + row % step * 2;
     for (int64_t d = 0; d < width; d++) memset(half + d * step * 2, 0, 2);
-}
-
-/* Lanes of a row's copy in that of a head. */
-INLINE int64_t copied_lanes(int form, int64_t width)
-{
-    return form == OF_BYTES ? ceil_div(width, 4) : round_up(width, LANES);
 }
 
 /* The block's keys and values, copied where that is needed: a part of the head's copy is a whole block of the grid. */

@@ -88,7 +88,7 @@ def attention(
 ) -> Any:
     """Exact scaled dot-product attention, ``softmax(scale * q @ k.T) @ v``, fused.
 
-    All options combine. Scores are transformed in this order: scale, softcap, bias and ALiBi, masks (a key
+    All options but `products` are exact, and all combine. Scores are transformed in this order: scale, softcap, bias and ALiBi, masks (a key
     must pass all of `mask`, bias of -inf, `causal`, `window`, `kv_lengths` and `row_ranges`), softmax with
     sinks.
 
@@ -137,6 +137,10 @@ def attention(
         Scales of int8 k and v, one per row, as `KVCache` makes them: attention to ``k * k_scale[..., None]``
         and ``v * v_scale[..., None]``. They broadcast. Integers or any of the four dtypes; only float32
         (float64 with float64 queries) is read in place.
+    products : {"int8"}, optional
+        Multiply in int8 where that is faster: not exact, see Notes. k and v in int8 are used as they are, others
+        are rounded by rows first. `explain` tells whether the kernel does (``int8_products``); without it,
+        nothing changes. Excludes dropout and pages of floats.
     block_table : array_like of int, (..., n), optional
         Keys and values in pages: k is (pages, heads_kv, page, head_dim) and v likewise, with any strides, and
         key j of a sequence is row ``j % page`` of page ``block_table[..., j // page]``. Sequences may share
@@ -208,6 +212,14 @@ def attention(
     result by at most ``abs(v_scale).max() / 2 + tanh(e / 2) * (v.max() - v.min())``, v that element of the
     values. Softcap, biases, ALiBi and masks keep this bound; a sink counts as a value of 0.
 
+    With ``products="int8"``, each query is rounded by up to ``abs(q).max() / 254`` as well, and each probability
+    times its v_scale, by up to 1/510 (1/254 on Arm) of the largest such number among the 64 keys of its block.
+    Only keys that a query attends count. Rows of float keys are multiplied by a Hadamard matrix before they are
+    rounded, and queries by its inverse. This spreads dimensions that stand out, and changes no score. Their int8
+    copies take ``head_dim + head_dim_v + 8`` bytes a key and head. NaN and Inf in a row of q, or in k or v, make
+    each row that attends them NaN. Up to 8 query rows of a key head, float64, and instruction sets without dot
+    products of bytes multiply floats.
+
     ``row_max``, ``entropy`` and ``top_k`` are computed with the result; the other statistics compute the
     scores again. ``top_k`` inserts keys into a sorted list per row in O(k), for tens of keys; for hundreds,
     `attention_weights` and ``np.argpartition`` are faster. A sink takes part of the probabilities but is no
@@ -220,7 +232,8 @@ def attention(
 
     Sources: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867;
     T. Dao, D. Y. Fu, S. Ermon, A. Rudra, C. Ré, "FlashAttention: Fast and Memory-Efficient Exact Attention
-    with IO-Awareness", 2022, arXiv:2205.14135.
+    with IO-Awareness", 2022, arXiv:2205.14135; for int8, J. Zhang et al., "SageAttention", 2024,
+    arXiv:2410.02367, and S. Ashkboos et al., "QuaRot", 2024, arXiv:2404.00456.
 
     Examples
     --------
@@ -338,7 +351,8 @@ def explain(
     Report
         A dict that prints as a table. ``backend``; ``why_numpy`` (None if compiled); the kernel's plan:
         ``kernel`` ("tile"; "few_rows", for up to 8 query rows of a key head; "numpy"), ``isa``, ``block_q``
-        and ``block_k`` (query rows of all heads of a group, and keys, of a tile), ``split_k`` (keys per run
+        and ``block_k`` (query rows of all heads of a group, and keys, of a tile), ``int8_products`` (see
+        `products`), ``split_k`` (keys per run
         of work, None if not split); ``tiles``, of which ``tiles_skipped`` are never touched, ``tiles_full``
         need no test and ``tiles_edge`` do; ``second_pass``, whether statistics compute the scores again;
         ``copies``, what is copied and why; ``conversions``, what the kernel converts or gathers block by
@@ -433,6 +447,8 @@ def varlen_attention(
         As in `attention`.
     k_scale, v_scale : array_like, (tokens_k, heads_kv), optional
         Scales of int8 keys and values, as in `attention`.
+    products : {"int8"}, optional
+        As in `attention`.
     block_table : array_like of int, (sequences, n), optional
         Keys and values in pages, (pages, page, heads_kv, head_dim), as in `attention`: key j of sequence i is
         row ``j % page`` of page ``block_table[i, j // page]``, and `cu_seqlens_k` has their numbers alone.
