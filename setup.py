@@ -82,7 +82,7 @@ class InstructionSet(NamedTuple):
         return [(name, lane, family) for family in FAMILIES if (name := self.owner(family, lane, sets))]
 
     def owner(self, family, lane, sets):
-        """The set that has these kernels: itself, its base or one further down; None where nothing is gained."""
+        """The set that has these kernels: itself, or of its bases the first; None if none has."""
         if family in self.own and (lane == "f32" or self.base == self.name):
             return self.name
         return None if self.base == self.name else sets[self.base].owner(family, lane, sets)
@@ -101,9 +101,8 @@ def optimisation(name, lane, family):
 def listed(isas, compiled):
     """The instruction sets, and the tables of those that are compiled, as dispatch.c reads them."""
 
-    sets = {isa.name: isa for isa in isas}
-
     def tables(isa, lane):
+        sets = {isa.name: isa for isa in isas}
         return " ".join(
             f"FAMILY({name}_{of}, {family})" for name, of, family in isa.tables(lane, sets) if isa in compiled
         )

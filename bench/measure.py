@@ -96,7 +96,12 @@ def int8(dtype: str) -> None:
     del dtype
     ints: dict[str, Any] = {"products": "int8"}
     one_row = ((32, 32, 1, 8192, 128), (32, 8, 1, 4096, 128))
-    square = ((8, 8, 4096, 4096, 64), (12, 12, 1024, 1024, 64), (8, 8, 2048, 2048, 128), (96, 96, 128, 128, 64))
+    square = (
+        (8, 8, 4096, 4096, 64),
+        (12, 12, 1024, 1024, 64),
+        (8, 8, 2048, 2048, 128),
+        (96, 96, 128, 128, 64),
+    )
     print("heads, heads_kv, len_q, len_k, head_dim: ms in float32, bfloat16, of a cache in int8;")
     print("products of int8: of the cache, of float32, of bfloat16; bfloat16 / products of the cache")
     for heads, heads_kv, len_q, len_k, d in (*one_row, *square):

@@ -123,8 +123,11 @@ INLINE int tile_softmax_of_bytes(int nv, int hides, int keep, int64_t n, const l
                                  const tile_scratch *scratch)
 {
     const byte_softmax p = {
-        scratch->s,     n,              v_scale,         tile->row_max,  tile->row_sum, tile->row_log,
-        scratch->alpha, scratch->share, scratch->weight, scratch->pairs,
+        scratch->s,      n,
+        v_scale,         tile->row_max,
+        tile->row_sum,   tile->row_log,
+        scratch->alpha,  scratch->share,
+        scratch->weight, scratch->pairs,
     };
     if (keep || tile->row_log) return softmax_of_bytes(nv, 1, 1, &p);
     return hides ? softmax_of_bytes(nv, 1, 0, &p) : softmax_of_bytes(nv, 0, 0, &p);
@@ -220,8 +223,8 @@ INLINE int finish_probs(const fa_attention_args *a, int nv, int form, int bad, t
                         tile->top_key);
     }
     if (form == OF_BYTES)
-        moved = tile_softmax_of_bytes(nv, hides(scores->kind), bad, n, scratch->v_scale + (j0 - scratch->block.first), tile,
-                                      scratch);
+        moved = tile_softmax_of_bytes(nv, hides(scores->kind), bad, n, scratch->v_scale + (j0 - scratch->block.first),
+                                      tile, scratch);
     else if (a->sigmoid) sigmoid_update(nv, scratch->s, n, (lane)a->sigmoid_bias);
     else if (bad || drops) moved = tile_softmax(nv, form, 1, n, tile, scratch);
     else moved = tile_softmax(nv, form, 0, n, tile, scratch);

@@ -87,12 +87,12 @@ INLINE void load_value_scales(const fa_array *scale, const row_block *rows, int6
 }
 
 typedef struct {
-    lane *s;                /* (n, BLOCK_Q): scores, then probabilities relative to the block's largest score */
+    lane *s; /* (n, BLOCK_Q): scores, then probabilities relative to the block's largest score */
     int64_t n;
-    const lane *v_scale;    /* (n) */
+    const lane *v_scale;                       /* (n) */
     lane *row_max, *row_sum, *row_log, *alpha; /* (BLOCK_Q), as of softmax_update */
-    lane *share, *weight;   /* (BLOCK_Q): what makes s relative to row_max; what integers of values are multiplied by */
-    lane *fours;            /* (n / 4, BLOCK_Q) */
+    lane *share, *weight; /* (BLOCK_Q): what makes s relative to row_max; what integers of values are multiplied by */
+    lane *fours;          /* (n / 4, BLOCK_Q) */
 } byte_softmax;
 
 /* tools/polynomials.py derives it. */

@@ -16,7 +16,8 @@
  *     b h i j d   batch, head, query, key, dimension   j0, n    the first key of a run; how many there are
  *     u           a vector of a tile's row             p        the product that a micro-kernel computes
  *     nv          how many of these; a literal: 1 for at most LANES rows, or NV
- *     bf16        a literal: 1 where products are of bfloat16 pairs (takes_pairs); 0 also where bfloat16 is widened */
+ *     form        a literal: what products multiply (FORM_OF); lanes also where narrow numbers are widened
+ *     bf16        a literal: the same, 1 where they are of bfloat16 pairs (takes_pairs) and 0 else */
 #pragma once
 #include "simd.h"
 

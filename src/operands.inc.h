@@ -65,13 +65,13 @@ typedef struct {
 typedef struct {
     tile_state tiles[TASK_TILES];
     key_block block;
-    head_copy copy;      /* without `head`, each task copies into k and v below anew */
-    fetched_rows ahead;  /* rows of a bias, or of keys and values, that are fetched meanwhile; NULL: none */
-    const char **next;   /* (2 BLOCK_K): rows of keys and values that blocks name */
-    lane *s, *add;       /* (BLOCK_K, BLOCK_Q): scores, then probabilities; the additive tile */
-    lane *pairs;         /* (BLOCK_K / 2, BLOCK_Q): probabilities as pairs of bfloat16, or as bytes */
+    head_copy copy;     /* without `head`, each task copies into k and v below anew */
+    fetched_rows ahead; /* rows of a bias, or of keys and values, that are fetched meanwhile; NULL: none */
+    const char **next;  /* (2 BLOCK_K): rows of keys and values that blocks name */
+    lane *s, *add;      /* (BLOCK_K, BLOCK_Q): scores, then probabilities; the additive tile */
+    lane *pairs;        /* (BLOCK_K / 2, BLOCK_Q): probabilities as pairs of bfloat16, or as bytes */
     lane *k_scale, *v_scale, *share, *weight; /* of bytes: (BLOCK_K) the scales of the block; of byte_softmax */
-    lane *by_row;        /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
+    lane *by_row;                             /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
     lane *k, *v, *clean; /* (BLOCK_K, head_dim), two (BLOCK_K, head_dim_v): copied keys and values */
     lane *listed;        /* (BLOCK_K, head_dim_v), in V's dtype: values that blocks name, for products of pairs */
     lane *v_odd;         /* by tiles, the values of every other block: those of the last one may be read yet */
@@ -127,7 +127,8 @@ static void cut_head_copy(arena *from, const fa_attention_args *a, head_copy *co
 {
     const int64_t blocks = ceil_div(a->len_k, BLOCK_K), keys = blocks * BLOCK_K;
     CUT(from, copy->blocks, blocks);
-    CUT(from, copy->k, keys * copied_lanes(FORM_OF(a), a->head_dim) + MR * a->head_dim); /* as of s: more rows are read */
+    CUT(from, copy->k,
+        keys * copied_lanes(FORM_OF(a), a->head_dim) + MR * a->head_dim); /* as of s: more rows are read */
     CUT(from, copy->v, keys * copied_lanes(FORM_OF(a), a->head_dim_v));
 }
 

@@ -7,7 +7,7 @@
 #include "ranges.inc.h"
 
 #define LEAST_SCALE ((lane)0x1p-100) /* of values: with smaller ones in the probabilities, sums lose digits */
-#define WIDEST_I8 128 /* no int8 is larger; a power of two, by which every number is divided exactly */
+#define WIDEST_I8 128                /* no int8 is larger; a power of two, by which every number is divided exactly */
 
 /* Of row `key`; 1 if the array needs none. */
 INLINE lane scale_of(const fa_array *scale, const row_block *rows, int64_t key)

@@ -66,12 +66,12 @@ typedef struct {
     int64_t x_row;
     const lane *y; /* rows `pitch` lanes apart, as in out */
     int64_t pitch;
-    int64_t depth;     /* in pairs or fours of elements, where lanes are these */
-    lane factor;       /* OF_PAIRS: out is multiplied by it: folded into a bfloat16 y it would be rounded once more */
+    int64_t depth; /* in pairs or fours of elements, where lanes are these */
+    lane factor;   /* OF_PAIRS: out is multiplied by it: folded into a bfloat16 y it would be rounded once more */
     const lane *of_x, *of_y; /* OF_BYTES: out is multiplied by these, of its rows and its columns (nv) ... */
     const lane *start;       /* ... and the sums begin with these (nv): integers */
-    int more;          /* out += the product */
-    const char *ahead; /* `fetch` lines are prefetched at each step, from here on */
+    int more;                /* out += the product */
+    const char *ahead;       /* `fetch` lines are prefetched at each step, from here on */
     lane *out;
 } outer_product;
 

@@ -363,8 +363,8 @@ class RowsArgs(KernelArgs):
 class RopeArgs(KernelArgs):
     """out = x (..., heads, length, head_dim) rotated; cos and sin are (..., 1, length, pairs), lane dtype.
 
-    With `hadamard`, each row is then multiplied, in blocks of the largest powers of two that fit, at most 256.
-    With `scale`, each row is then rounded to int8; see `fastattn.layers.KVCache`.
+    With `hadamard`, each row is then multiplied by a matrix: see src/hadamard.inc.h. With `scale`, it is then
+    rounded to int8: see `fastattn.layers.KVCache`.
     """
 
     x: Array  # last axis contiguous, at least three dimensions, as of all

@@ -29,10 +29,10 @@ def rounded(
 
 @quiet  # products with the matrix may overflow
 def by_integers(args: AttentionArgs, backend: str | None) -> AttentionArgs:
-    """The call, with its keys and values rounded to int8 where its kernel multiplies these, as it is asked to.
+    """Round keys and values of a call with ``products="int8"``, where its kernel has such products.
 
-    Keys are multiplied by a Hadamard matrix before, as kernels multiply queries by its inverse. No score changes:
-    it spreads dimensions that stand out, as those of language models do.
+    Keys are multiplied by a Hadamard matrix before, and kernels multiply queries by its inverse. That changes
+    no score, and spreads dimensions that stand out, as those of language models do.
     """
     if not args.integers or args.k_scale is not None or not dispatch.plan(args, backend)["int8_products"]:
         return args

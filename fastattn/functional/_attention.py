@@ -88,9 +88,9 @@ def attention(
 ) -> Any:
     """Exact scaled dot-product attention, ``softmax(scale * q @ k.T) @ v``, fused.
 
-    All options but `products` are exact, and all combine. Scores are transformed in this order: scale, softcap, bias and ALiBi, masks (a key
-    must pass all of `mask`, bias of -inf, `causal`, `window`, `kv_lengths` and `row_ranges`), softmax with
-    sinks.
+    All options combine, and all but `products` are exact. Scores are transformed in this order: scale,
+    softcap, bias and ALiBi, masks (a key must pass all of `mask`, bias of -inf, `causal`, `window`,
+    `kv_lengths` and `row_ranges`), softmax with sinks.
 
     Parameters
     ----------
@@ -138,9 +138,9 @@ def attention(
         and ``v * v_scale[..., None]``. They broadcast. Integers or any of the four dtypes; only float32
         (float64 with float64 queries) is read in place.
     products : {"int8"}, optional
-        Multiply in int8 where that is faster: not exact, see Notes. k and v in int8 are used as they are, others
-        are rounded by rows first. `explain` tells whether the kernel does (``int8_products``); without it,
-        nothing changes. Excludes dropout and pages of floats.
+        Multiply in int8 where the kernel can: not exact, see Notes. k and v in int8 are used as they are,
+        others are rounded by rows first. ``explain(...)["int8_products"]`` tells whether it can; else nothing
+        changes. Excludes dropout and pages of floats.
     block_table : array_like of int, (..., n), optional
         Keys and values in pages: k is (pages, heads_kv, page, head_dim) and v likewise, with any strides, and
         key j of a sequence is row ``j % page`` of page ``block_table[..., j // page]``. Sequences may share
@@ -212,13 +212,13 @@ def attention(
     result by at most ``abs(v_scale).max() / 2 + tanh(e / 2) * (v.max() - v.min())``, v that element of the
     values. Softcap, biases, ALiBi and masks keep this bound; a sink counts as a value of 0.
 
-    With ``products="int8"``, each query is rounded by up to ``abs(q).max() / 254`` as well, and each probability
-    times its v_scale, by up to 1/510 (1/254 on Arm) of the largest such number among the 64 keys of its block.
-    Only keys that a query attends count. Rows of float keys are multiplied by a Hadamard matrix before they are
-    rounded, and queries by its inverse. This spreads dimensions that stand out, and changes no score. Their int8
-    copies take ``head_dim + head_dim_v + 8`` bytes a key and head. NaN and Inf in a row of q, or in k or v, make
-    each row that attends them NaN. Up to 8 query rows of a key head, float64, and instruction sets without dot
-    products of bytes multiply floats.
+    With ``products="int8"``, each query is rounded as well, by up to ``abs(q).max() / 254``, and each
+    probability times its v_scale, by up to 1/510 (1/254 on Arm) of the largest such number among the 64 keys
+    of its block. Only keys that a query attends count. Rows of float keys are multiplied by a Hadamard matrix
+    before they are rounded, and queries by its inverse: this spreads dimensions that stand out, and changes
+    no score. Their copies in int8 take ``head_dim + head_dim_v + 8`` bytes per key and head. A query with NaN
+    or Inf, and one that attends a key or value with it, gives NaN. Up to 8 query rows of a key head, float64,
+    and instruction sets without dot products of bytes multiply floats.
 
     ``row_max``, ``entropy`` and ``top_k`` are computed with the result; the other statistics compute the
     scores again. ``top_k`` inserts keys into a sorted list per row in O(k), for tens of keys; for hundreds,
@@ -246,9 +246,9 @@ def attention(
         mask is None and bias is None and causal is False and window is None and scale is None
         and softcap is None and alibi_slopes is None and sinks is None and kv_lengths is None
         and q_offset is None and row_ranges is None and k_scale is None and v_scale is None
-        and products is None and block_table is None and type(dropout) is float and dropout == 0 and seed is None and out is None
-        and return_lse is False and stats is None and num_threads is None and backend is None
-        and not (more or others)
+        and products is None and block_table is None and type(dropout) is float and dropout == 0
+        and seed is None and out is None and return_lse is False and stats is None
+        and num_threads is None and backend is None and not (more or others)
     ):  # fmt: skip
         plain = dispatch.plain_attention(q, k, v)
         if plain is not None:

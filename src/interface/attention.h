@@ -52,7 +52,7 @@ typedef struct {
     fa_modifiers mods;
     fa_statistics stats;
     int hadamard; /* rows of k are multiplied by a Hadamard matrix, and kernels multiply those of q: hadamard.inc.h */
-    int sigmoid; /* sigmoid(score + sigmoid_bias) in place of the softmax: without lse, sinks, statistics, dropout */
+    int sigmoid;  /* sigmoid(score + sigmoid_bias) in place of the softmax: without lse, sinks, statistics, dropout */
     double sigmoid_bias;
     double dropout; /* below 1: the share of probabilities that become 0, the others times 1 / (1 - dropout); 0: none */
     uint64_t seed;  /* names the mask: philox.inc.h */

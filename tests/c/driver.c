@@ -23,21 +23,20 @@
 #include "selection.h"
 #include "updates.h"
 
-static const family *const families[] = {&attention_family,   &integers_family,
-                                         &backward_family,
-                                         &rowwise_family,     &rowwise_backward_family,
-                                         &recurrent_family,   &recurrent_backward_family,
-                                         &linear_family,      &pack_family,
-                                         &rows_family,        &rope_family,
-                                         &update_family,      &outer_family,
-                                         &rows_grad_family,   &logits_family,
-                                         &dropout_family,     &scatter_family,
-                                         &conv_family,        &conv_grad_family,
-                                         &scan_family,        &scan_grad_family,
-                                         &deformable_family,  &deformable_grad_family,
-                                         &selection_family,   &lists_family,
-                                         &file_blocks_family, &nearest_family,
-                                         &disentangled_family};
+static const family *const families[] = {&attention_family,    &backward_family,
+                                         &rowwise_family,      &rowwise_backward_family,
+                                         &recurrent_family,    &recurrent_backward_family,
+                                         &linear_family,       &pack_family,
+                                         &rows_family,         &rope_family,
+                                         &update_family,       &outer_family,
+                                         &rows_grad_family,    &logits_family,
+                                         &dropout_family,      &scatter_family,
+                                         &conv_family,         &conv_grad_family,
+                                         &scan_family,         &scan_grad_family,
+                                         &deformable_family,   &deformable_grad_family,
+                                         &selection_family,    &lists_family,
+                                         &file_blocks_family,  &nearest_family,
+                                         &disentangled_family, &integers_family};
 
 static int list(void)
 {

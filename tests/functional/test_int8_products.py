@@ -30,7 +30,7 @@ def most_of(implementation):
 
 
 def bound(q, int8, most, *, sinks=None, **arguments):
-    """How far a result may be from attention to the same int8 keys and values in float64, (..., len_q, head_dim_v)."""
+    """How far a result (..., len_q, head_dim_v) may be from exact attention to the same int8 arrays."""
     k, v = (widened(int8[x], int8[f"{x}_scale"]).astype(float) for x in "kv")
     arguments, group = with_array(arguments, q, k), q.shape[-3] // k.shape[-3]
     k, v, codes, v_scale = (np.repeat(x.astype(float), group, 1) for x in (k, v, int8["v"], int8["v_scale"]))
@@ -92,7 +92,7 @@ def test_the_definition(shape, variant, dtype, implementation):
 @pytest.mark.parametrize("head_dim", [1, 3, 15, 16, 17, 63, 65, 128, 1030])
 @pytest.mark.parametrize("len_k", [1, 2, 3, 5, 63, 64, 65, 67, 129, 513])
 def test_sizes(len_k, head_dim, implementation):
-    q, int8, _, v = inputs(Shape("", 1, 2, 1, 33, len_k, head_dim), "float32")
+    q, int8, _, _ = inputs(Shape("", 1, 2, 1, 33, len_k, head_dim), "float32")
     int8["v"] = int8["v"][..., : head_dim // 2 + 1]
     check_rounded(attention(q, int8), q, int8, implementation)
 
@@ -101,7 +101,7 @@ def test_sizes(len_k, head_dim, implementation):
 @pytest.mark.parametrize("head_dim", [64, 80, 96])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_floats_are_rounded_here(dtype, head_dim, outlier, implementation):
-    """Cosines with the exact result, as docs/attention.md states them; with dimensions that stand out, too."""
+    """Cosines with the exact result: docs/attention.md. Some dimensions stand out."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 4, n, head_dim)).astype(np.float32) for n in (64, 300, 300))
     q[..., 3] *= outlier**0.5
@@ -272,7 +272,11 @@ BAD = [
     (ValueError, "products is 'int4'; expected int8", {"products": "int4"}),
     (ValueError, "products is True; expected int8", {"products": True}),
     (ValueError, "dropout is 0.5; expected 0 with products", {"dropout": 0.5, "seed": 1}),
-    (ValueError, "k has pages of float32; expected int8 pages, with k_scale and v_scale, for products", PAGES),
+    (
+        ValueError,
+        "k has pages of float32; expected int8 pages, with k_scale and v_scale, for products",
+        PAGES,
+    ),
 ]
 
 
@@ -283,5 +287,5 @@ def test_errors(error, message, changes):
 
 
 def test_no_gradients():
-    with pytest.raises(ValueError, match="products is given; expected none: int8 has no gradients$"):
+    with pytest.raises(ValueError, match=r"products is given; expected none: int8 has no gradients$"):
         vjp(fastattn.attention, Q, K, V, products="int8")
