@@ -31,16 +31,18 @@ INLINE void rotate_row(const fa_rope_args *a, const lane_u *cos, const lane_u *s
 /* Rows [begin, end) of the batch * length rows, each of all heads. `row`, scratch, holds head_dim lanes. */
 static void rope_run(const fa_rope_args *a, int64_t begin, int64_t end, void *row)
 {
-    for (int64_t h = 0; h < a->heads; h++)
-        for (int64_t r = begin; r < end; r++) {
-            const int64_t b = r / a->length, i = r % a->length;
-            const lane_u *cos = (const lane_u *)at(&a->cos, b, 0, i, 0), *sin = (const lane_u *)at(&a->sin, b, 0, i, 0);
-            char *out = at(&a->out, b, h, i, 0);
-            load_row(a->x.dtype, at(&a->x, b, h, i, 0), a->head_dim, 1, row);
+    for (int64_t r = begin; r < end; r++) {
+        const int64_t b = r / a->length, i = r % a->length;
+        const lane_u *cos = (const lane_u *)at(&a->cos, b, 0, i, 0), *sin = (const lane_u *)at(&a->sin, b, 0, i, 0);
+        const char *x = at(&a->x, b, 0, i, 0);
+        char *out = at(&a->out, b, 0, i, 0);
+        for (int64_t h = 0; h < a->heads; h++, x += a->x.head, out += a->out.head) {
+            load_row(a->x.dtype, x, a->head_dim, 1, row);
             rotate_row(a, cos, sin, row);
             if (a->hadamard) hadamard_row(a->head_dim, 0, row);
             if (a->out.dtype == FA_I8)
                 *(lane_u *)at(&a->scale, b, h, i, 0) = round_row_i8(row, a->head_dim, (int8_t *)out);
             else store_row(a->out.dtype, row, a->head_dim, 1, out);
         }
+    }
 }

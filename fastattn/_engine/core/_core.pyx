@@ -152,13 +152,14 @@ def attention(args):
     cdef fa_array **of_keys = [&a.k, &a.v, &a.k_scale, &a.v_scale]
     cdef _Tables tables = _set_args(&a, args, True)
     cdef int threads = args.num_threads
+    cdef bint integers = args.integers and a.k.dtype == FA_I8
     if args.begins is not None:
-        _run_attention(&a, threads, _begun(&a, args.begins, tables, of_queries, 5, of_keys), args.integers)
+        _run_attention(&a, threads, _begun(&a, args.begins, tables, of_queries, 5, of_keys), integers)
         return
-    _run_attention(&a, threads, None, args.integers)
+    _run_attention(&a, threads, None, integers)
     if a.stats.norm.data != NULL:
         a.stats.second_pass = True
-        _run_attention(&a, threads, None, args.integers)
+        _run_attention(&a, threads, None, integers)
 
 
 cdef enum:
