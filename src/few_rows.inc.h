@@ -15,7 +15,6 @@
 #include "partial.inc.h"
 #include "nonfinite.inc.h"
 #include "sigmoid.inc.h"
-#include "hadamard.inc.h"
 #include "philox.inc.h"
 
 #define FEW_ROWS 8 /* most rows per KV head of this kernel, which also wants len_k > len_q (attention_plan) */
@@ -381,7 +380,6 @@ INLINE void few_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
         lane *q = scratch->q + r * scratch->depth;
         for (int64_t d = a->head_dim; d < scratch->depth; d++) q[d] = 0;
         load_row(a->q.dtype, at_row(&a->q, rows, id), a->head_dim, mods.q_factor * q_share, q);
-        if (a->hadamard) hadamard_row(a->head_dim, 1, q);
         if (a->stats.second_pass) continue;
         part->row_max[r] = a->sigmoid ? 0 : -INFINITY;
         part->row_sum[r] = 0;

@@ -1,5 +1,5 @@
-/* Products with Hadamard matrices, H_1 = (1) and H_2n = (H_n H_n; H_n -H_n). H x spreads what stands out in x over all
- * elements, so that rounding them by one scale loses less (QuaRot, Ashkboos et al. 2024); as H H = n, (H x) (y H / n) = x y.
+/* Products with Hadamard matrices, H_1 = (1) and H_2n = (H_n H_n; H_n -H_n) / sqrt(2): H x spreads what stands out in x over
+ * all elements, so that rounding them by one scale loses less (QuaRot, Ashkboos et al. 2024), and (H x) (H y) = x y.
  *
  * Exports   hadamard_row; hadamard_columns, of vectors. */
 #pragma once
@@ -7,7 +7,7 @@
 
 #define HADAMARD_MOST 256 /* elements of a block */
 
-/* x (n vectors) = H x by Pease's algorithm: log2(size) times, sums and differences of its halves, in turn. A literal n keeps
+/* x (n vectors) = sqrt(size) H x by Pease's algorithm: log2(size) times, sums and differences of its halves, in turn. A literal n keeps
  * them in registers. */
 INLINE void hadamard_vectors(int n, lane *x)
 {
@@ -23,8 +23,8 @@ INLINE void hadamard_vectors(int n, lane *x)
     UNROLL_FOR(int i = 0; i < n; i++) v_store(x + i * LANES, from[i]);
 }
 
-/* x (n) = H x, or with `inverse` H^-1 x, in blocks of the largest powers of two that fit. */
-static void hadamard_row(int64_t n, int inverse, lane *x)
+/* x (n) = H x, in blocks of the largest powers of two that fit. */
+static void hadamard_row(int64_t n, lane *x)
 {
     for (int64_t size = HADAMARD_MOST; n > 0; x += size, n -= size) {
         while (size > n) size /= 2;
@@ -40,22 +40,23 @@ static void hadamard_row(int64_t n, int inverse, lane *x)
                         x[j] = a + b, x[j + half] = a - b;
                     }
         }
-        for (int64_t j = 0; inverse && j < size; j++) x[j] *= (lane)1 / (lane)size;
+        const lane factor = 1 / LANE_SQRT((lane)size);
+        for (int64_t j = 0; j < size; j++) x[j] *= factor;
     }
 }
 
-/* x (n, width) = H^-1 x: the same of its columns. `width` is whole vectors. */
+/* x (n, width) = H x: the same of its columns. `width` is whole vectors. */
 static void hadamard_columns(int64_t n, int64_t width, lane *x)
 {
     for (int64_t size = HADAMARD_MOST; n > 0; x += size * width, n -= size) {
         while (size > n) size /= 2;
-        const v_t inverse = v_splat((lane)1 / (lane)size);
+        const v_t factor = v_splat(1 / LANE_SQRT((lane)size));
         for (int64_t half = width; half < size * width; half *= 2)
             for (int64_t first = 0; first < size * width; first += 2 * half)
                 for (int64_t i = first; i < first + half; i += LANES) {
                     const v_t a = v_load(x + i), b = v_load(x + i + half);
                     v_store(x + i, a + b), v_store(x + i + half, a - b);
                 }
-        for (int64_t i = 0; i < size * width; i += LANES) v_store(x + i, v_load(x + i) * inverse);
+        for (int64_t i = 0; i < size * width; i += LANES) v_store(x + i, v_load(x + i) * factor);
     }
 }

@@ -10,7 +10,7 @@
  * m_i and u_i are of the keys that row i attends alone, and so no key that is hidden from it changes its result.
  *
  * Literals  nv: 1, NV. hides, keeps: 0, 1.
- * Exports   MOST_PROB; round_row_i8; rows_as_bytes, values_as_bytes, load_value_scales;
+ * Exports   MOST_PROB; round_row_i8; rows_as_bytes, values_as_bytes, load_key_scales, load_value_scales;
  *           byte_softmax, softmax_of_bytes. */
 #pragma once
 #include "scales.inc.h"
@@ -75,6 +75,13 @@ INLINE void values_as_bytes(const fa_array *x, const row_block *rows, int64_t fi
     }
 }
 
+/* to (n) = the scales of keys; NaN for those that are not finite, or a score of -Inf would hide the key. */
+INLINE void load_key_scales(const fa_array *scale, const row_block *rows, int64_t first, int64_t n, lane *to)
+{
+    load_scales(scale, rows, first, n, 1, 0, to);
+    for (int64_t j = 0; j < n; j++) to[j] += to[j] * 0;
+}
+
 /* to (n) = the scales of values. Of those by which probabilities cannot be rounded, negative ones too, it is 0: they are
  * `odd`, and added one by one. */
 INLINE void load_value_scales(const fa_array *scale, const row_block *rows, int64_t first, int64_t n, lane *to,
@@ -115,10 +122,10 @@ INLINE int softmax_of_bytes(int nv, int hides, int keeps, const byte_softmax *p)
 {
     v_t base[NV], sum[NV], log[NV], inverse[NV];
     vi_t moved = {0};
-    lane factor[BLOCK_K], most = 0; /* of keys; MOST_PROB over the largest scale is a factor of rows, if some hides */
+    lane factor[BLOCK_K], most = 0; /* v_scale_j MOST_PROB / u_i: of keys alone if no row hides any */
     for (int64_t j = 0; j < p->n; j++) most = p->v_scale[j] > most ? p->v_scale[j] : most;
     const lane all = most > 0 ? MOST_PROB / most : 0;
-    for (int64_t j = 0; j < p->n; j++) factor[j] = hides ? p->v_scale[j] : p->v_scale[j] * all;
+    for (int64_t j = 0; j < p->n; j++) factor[j] = p->v_scale[j] * all;
     UNROLL_FOR(int u = 0; u < nv; u++) {
         const lane *s = p->s + u * LANES;
         v_t max = v_splat(-INFINITY), odd = max, largest = v_splat(hides ? 0 : most);
@@ -164,7 +171,10 @@ INLINE int softmax_of_bytes(int nv, int hides, int keeps, const byte_softmax *p)
                 sum[u] += prob;
                 if (keeps && p->row_log) log[u] = v_fma(prob, v_log_weight(x), log[u]);
                 if (keeps) v_store(s, prob);
-                const v_t weighed = v_fma(hides ? prob * inverse[u] : prob, v_splat(factor[j + i]), magic);
+                v_t by = v_splat(factor[j + i]);
+                if (hides) /* a hidden key's scale may be any; times 0, it must not be Inf */
+                    by = v_min(v_splat(MOST_PROB), v_splat(p->v_scale[j + i]) * inverse[u]);
+                const v_t weighed = v_fma(prob, by, magic);
                 four[u] += (vi_t)weighed << (8 * i);
             }
         UNROLL_FOR(int u = 0; u < nv; u++) v_store(p->fours + j / 4 * BLOCK_Q + u * LANES, (v_t)four[u]);

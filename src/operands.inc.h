@@ -190,7 +190,6 @@ static void load_queries(const fa_attention_args *a, const row_block *rows, int 
     char *first = at_row(&a->q, rows, first_row(rows));
     EACH_ROW(rows, r, id) q_row[r] = at_nth_row(&a->q, rows, first, r, id);
     transpose_rows(a->q.dtype, bf16, q_row, BLOCK_Q, a->head_dim, factor, BLOCK_Q, qt);
-    if (!bf16 && a->hadamard) hadamard_columns(a->head_dim, BLOCK_Q, qt);
     if (!bf16) return;
     const int64_t depth = ceil_div(a->head_dim, 2);
     memset(qt + depth * BLOCK_Q, 0, (padded_k(a->head_dim) / 2 - depth) * BLOCK_Q * sizeof(lane));
@@ -199,16 +198,17 @@ static void load_queries(const fa_attention_args *a, const row_block *rows, int 
 /* The same in bytes, (head_dim / 4, BLOCK_Q), over that in lanes; each row by a scale. */
 static void load_byte_queries(const fa_attention_args *a, lane factor, tile_state *tile)
 {
-    const v_t magic = v_splat(EXP_ROUND), least = v_splat(LANE_MIN * 256); /* whose inverse is finite */
+    const v_t magic = v_splat(EXP_ROUND), least = v_splat(LANE_MIN * 64); /* 127 / least is finite */
     load_queries(a, &tile->rows, OF_LANES, factor, tile->qt);
+    if (a->hadamard) hadamard_columns(a->head_dim, BLOCK_Q, tile->qt);
     for (int64_t r = 0; r < BLOCK_Q; r += LANES) {
-        v_t most = v_splat(0), zero = v_splat(0), sum = v_splat(0); /* zero becomes NaN, as in row_finite */
+        v_t most = least, zero = v_splat(0), sum = v_splat(0); /* zero becomes NaN, as in row_finite */
         for (int64_t d = 0; d < a->head_dim; d++) {
             const v_t x = v_load(tile->qt + d * BLOCK_Q + r);
             most = v_max(v_abs(x), most);
             zero += x * v_splat(0);
         }
-        const v_t inverse = v_select(most > least, v_splat(127) / most, v_splat(0));
+        const v_t inverse = v_splat(127) / most;
         for (int64_t d = 0; d < a->head_dim; d += 4) {
             vi_t four = {0};
             for (int i = 0; i < 4 && d + i < a->head_dim; i++) {
@@ -401,7 +401,7 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int fo
     if (form == OF_BYTES) {
         block->k_row = round_up(width, 4), block->k = (const char *)k + skip * block->k_row;
         block->v_row = width_v * (int64_t)sizeof(lane), block->v = (const char *)v + skip / 4 * block->v_row;
-        load_scales(&a->k_scale, rows, block->first, block->n, 1, 0, scratch->k_scale);
+        load_key_scales(&a->k_scale, rows, block->first, block->n, scratch->k_scale);
         load_value_scales(&a->v_scale, rows, block->first, block->n, scratch->v_scale, &block->bad);
         if (there) return;
         rows_as_bytes(&a->k, rows, first, n, width, (char *)k);

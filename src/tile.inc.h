@@ -106,7 +106,7 @@ INLINE void tile_outer(int nx, int nv, int form, int fetch, const outer_product 
             lane *to = p->out + (first + j) * p->pitch + u * LANES;
             v_t product = form == OF_PAIRS ? acc[j][u] * v_splat(p->factor) : acc[j][u];
             if (form == OF_BYTES)
-                product = v_from_i((vi_t)product) * v_load(p->of_y + u * LANES) * v_splat(p->of_x[first + j]);
+                product = v_from_i((vi_t)product) * (v_load(p->of_y + u * LANES) * v_splat(p->of_x[first + j]));
             v_store(to, p->more ? v_load(to) + product : product);
         }
 }

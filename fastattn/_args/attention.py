@@ -158,8 +158,7 @@ def attention_args(
         if args.dropout:
             raise ValueError(f"(): dropout is {args.dropout}; expected 0 with products")
         if table is not None and args.k_scale is None:
-            expected = "int8 pages, with k_scale and v_scale, for products"
-            raise ValueError(f"(): {names[1]} has pages of {k_array.dtype}; expected {expected}")
+            raise_not_int8(names[1], f"has pages of {k_array.dtype}")
         args.integers = True
     ranges_given = not (window is None and kv_lengths is None and q_offset is None and row_ranges is None)
     if causal is not False or ranges_given or alibi_slopes is not None or structure is not None:
@@ -194,6 +193,11 @@ def attention_args(
         args.result = (*args.result, found) if with_lse else (out, found)
     args.copies = tuple(copies)
     return args
+
+
+def raise_not_int8(name: str, came: str) -> NoReturn:
+    """Refuse floats where products of int8 round none."""
+    raise ValueError(f"(): {name} {came}; expected int8, with k_scale and v_scale, for products")
 
 
 def dropout_of(dropout: Any, seed: Any, name: str = "dropout") -> tuple[float, int]:

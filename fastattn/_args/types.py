@@ -123,7 +123,7 @@ class AttentionArgs(KernelArgs):
     k_scale: Array | None = None  # lane dtype
     v_scale: Array | None = None
     integers: bool = False  # products of int8 are asked for
-    hadamard: bool = False  # rows of k are multiplied by a Hadamard matrix, and kernels multiply those of q
+    hadamard: bool = False  # with `integers`: rows of k were multiplied by a matrix, those of q will be
     lse: Array | None = None  # lane dtype
     softcap: float = 0.0  # 0: none
     mask: Bools | None = None
@@ -374,7 +374,7 @@ class RopeArgs(KernelArgs):
     interleaved: bool
     num_threads: int
     scale: Array | None = None  # (..., heads, length), lane dtype: receives what the rows of out are times
-    hadamard: bool = False  # rows of out are multiplied by a Hadamard matrix
+    hadamard: bool = False  # rows of out are multiplied by a Hadamard matrix; by compiled kernels alone
 
 
 def lane_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fastattn._args import key_ranges
-from fastattn._args.attention import attention_args, raise_shapes, window_sides
+from fastattn._args.attention import attention_args, raise_not_int8, raise_shapes, window_sides
 from fastattn._args.errors import wrong_shape
 from fastattn._args.pages import page_table, read_pages
 from fastattn._args.results import result_array
@@ -65,6 +65,8 @@ def varlen_args(
         # For all queries, until ranges are known.
         by_head["block_table"] = np.zeros(table.shape[-1], np.int64)
     args = attention_args(return_lse=return_lse, **by_head, **options)
+    if args.integers and args.k_scale is None:
+        raise_not_int8("k", f"has dtype {args.k.dtype}")
 
     if out is not None:
         shape = (args.len_q, args.heads_q, args.head_dim_v)

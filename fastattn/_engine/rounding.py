@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.quiet import quiet
 from fastattn._args.types import Array, AttentionArgs, RopeArgs, lane_dtype
 from fastattn._args.values import readable
 from fastattn._engine import dispatch, settings
 
 
 def rounded(
-    x: Array, lane: np.dtype[Any], num_threads: int | None = None, hadamard: bool = False
+    x: Array,
+    lane: np.dtype[Any],
+    num_threads: int | None = None,
+    backend: str | None = None,
+    hadamard: bool = False,
 ) -> tuple[Array, Array]:
     """`x` (..., heads, tokens, head_dim) in int8, and the scales of its rows in `lane`."""
     x = readable(x, "x", [], "the head dimension")  # lane_dtype knows native types
@@ -23,21 +26,19 @@ def rounded(
     codes, scale = np.empty(x.shape, np.int8), np.empty(x.shape[:-1], lane)
     nothing = np.empty((1, 1, 0), lane)  # no positions
     threads = num_threads or settings.get_num_threads()
-    dispatch.run(RopeArgs(x, codes, nothing, nothing, False, threads, scale, hadamard))
+    dispatch.run(RopeArgs(x, codes, nothing, nothing, False, threads, scale, hadamard), backend)
     return codes, scale
 
 
-@quiet  # products with the matrix may overflow
 def by_integers(args: AttentionArgs, backend: str | None) -> AttentionArgs:
     """Round keys and values of a call with ``products="int8"``, where its kernel has such products.
 
-    Keys are multiplied by a Hadamard matrix before, and kernels multiply queries by its inverse. That changes
-    no score, and spreads dimensions that stand out, as those of language models do.
+    Keys are multiplied by a Hadamard matrix before, as the kernel multiplies queries: see src/hadamard.inc.h.
     """
     if not args.integers or args.k_scale is not None or not dispatch.plan(args, backend)["int8_products"]:
         return args
     made, lane = copy(args), lane_dtype(args.q.dtype)
     made.hadamard = True
-    made.k, made.k_scale = rounded(args.k, lane, args.num_threads, hadamard=True)
-    made.v, made.v_scale = rounded(args.v, lane, args.num_threads)
+    made.k, made.k_scale = rounded(args.k, lane, args.num_threads, backend, hadamard=True)
+    made.v, made.v_scale = rounded(args.v, lane, args.num_threads, backend)
     return made

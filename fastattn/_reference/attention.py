@@ -21,7 +21,6 @@ from fastattn._args.key_ranges import closed, places
 from fastattn._args.quiet import quiet
 from fastattn._args.types import ARRAYS_OF_HEADS, AXES, Array, AttentionArgs, lane_dtype
 from fastattn._reference import philox
-from fastattn._reference.hadamard import by_hadamard
 from fastattn._reference.modifiers import Scores
 
 # Scores of a tile: 1 MB in float32, which stays in the second-level cache between the passes over it.
@@ -171,8 +170,6 @@ class Task(Scores):
         self.where = (*b, slice(h * call.group, (h + 1) * call.group), rows)
         self.rows = np.arange(rows.start, rows.stop)
         self.q = np.ascontiguousarray(self.part("q"), dtype=call.dtype)
-        if call.args.hadamard:
-            self.q = by_hadamard(self.q.copy(), inverse=True)
         self.k, self.v = self.part("k"), self.part("v")
         scales = self.part("k_scale"), self.part("v_scale")
         self.k_scale, self.v_scale = (None if x is None else x[:, None] for x in scales)

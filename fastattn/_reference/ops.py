@@ -15,7 +15,6 @@ from fastattn._args.types import Array, RopeArgs, RowsArgs, lane_dtype
 from fastattn._args.weight_types import STORED, columns
 from fastattn._reference.activations import activate
 from fastattn._reference.attention import exp_below
-from fastattn._reference.hadamard import by_hadamard
 
 # `linear` computes blocks of this many rows and panels, 4 MB of float32 results. A block has fewer panels
 # where it would take more multiplications than this, so that Ctrl-C never waits long.
@@ -202,8 +201,6 @@ def rope(args: RopeArgs) -> None:
         out[rows][..., first] = a * cos[rows] - b * sin[rows]
         out[rows][..., second] = b * cos[rows] + a * sin[rows]
         out[rows][..., 2 * pairs :] = x[rows][..., 2 * pairs :]
-    if args.hadamard:
-        out[...] = by_hadamard(out.astype(args.cos.dtype))
     if args.scale is not None:
         _round_rows(out, args.out, args.scale)
 

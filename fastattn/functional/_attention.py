@@ -88,8 +88,8 @@ def attention(
 ) -> Any:
     """Exact scaled dot-product attention, ``softmax(scale * q @ k.T) @ v``, fused.
 
-    All options combine, and all but `products` are exact. Scores are transformed in this order: scale,
-    softcap, bias and ALiBi, masks (a key must pass all of `mask`, bias of -inf, `causal`, `window`,
+    All options but `products` are exact, and but for it all combine. Scores are transformed in this order:
+    scale, softcap, bias and ALiBi, masks (a key must pass all of `mask`, bias of -inf, `causal`, `window`,
     `kv_lengths` and `row_ranges`), softmax with sinks.
 
     Parameters
@@ -138,8 +138,8 @@ def attention(
         and ``v * v_scale[..., None]``. They broadcast. Integers or any of the four dtypes; only float32
         (float64 with float64 queries) is read in place.
     products : {"int8"}, optional
-        Multiply in int8 where the kernel can: not exact, see Notes. k and v in int8 are used as they are,
-        others are rounded by rows first. ``explain(...)["int8_products"]`` tells whether it can; else nothing
+        Multiply in int8 where the kernel can: not exact, see Notes. k and v in int8 are used as they are, all
+        rows of others are rounded first. ``explain(...)["int8_products"]`` tells whether it can; else nothing
         changes. Excludes dropout and pages of floats.
     block_table : array_like of int, (..., n), optional
         Keys and values in pages: k is (pages, heads_kv, page, head_dim) and v likewise, with any strides, and
@@ -212,13 +212,16 @@ def attention(
     result by at most ``abs(v_scale).max() / 2 + tanh(e / 2) * (v.max() - v.min())``, v that element of the
     values. Softcap, biases, ALiBi and masks keep this bound; a sink counts as a value of 0.
 
-    With ``products="int8"``, each query is rounded as well, by up to ``abs(q).max() / 254``, and each
-    probability times its v_scale, by up to 1/510 (1/254 on Arm) of the largest such number among the 64 keys
-    of its block. Only keys that a query attends count. Rows of float keys are multiplied by a Hadamard matrix
-    before they are rounded, and queries by its inverse: this spreads dimensions that stand out, and changes
-    no score. Their copies in int8 take ``head_dim + head_dim_v + 8`` bytes per key and head. A query with NaN
-    or Inf, and one that attends a key or value with it, gives NaN. Up to 8 query rows of a key head, float64,
-    and instruction sets without dot products of bytes multiply floats.
+    With ``products="int8"``, each query is rounded as well, by up to ``abs(q).max() / 254``. Each probability
+    times its v_scale is rounded by up to 1/510 (1/254 on Arm) of the largest probability times the largest
+    v_scale, of the 64 keys of its block. Only keys that a query attends count. The sum of the probabilities
+    is not rounded: of 64 keys, one of which has e**7 times the weight of each other, those lose all of their
+    5%. Rows of float keys are multiplied by a Hadamard matrix before they are rounded, and queries, too: this
+    spreads dimensions that stand out, and changes no score. Their copies in int8 take ``head_dim + head_dim_v
+    + 8`` bytes per key and head. A query with NaN or Inf, and one that attends a key or value with it, gives
+    NaN. Up to 8 query rows of a key head against more keys, head_dim above 65,536, float64, and instruction
+    sets without dot products of bytes multiply floats; so padding to more than 8 rows changes results by what
+    rounding does.
 
     ``row_max``, ``entropy`` and ``top_k`` are computed with the result; the other statistics compute the
     scores again. ``top_k`` inserts keys into a sorted list per row in O(k), for tens of keys; for hundreds,
@@ -448,7 +451,7 @@ def varlen_attention(
     k_scale, v_scale : array_like, (tokens_k, heads_kv), optional
         Scales of int8 keys and values, as in `attention`.
     products : {"int8"}, optional
-        As in `attention`.
+        As in `attention`, with k and v in int8 alone.
     block_table : array_like of int, (sequences, n), optional
         Keys and values in pages, (pages, page, heads_kv, head_dim), as in `attention`: key j of sequence i is
         row ``j % page`` of page ``block_table[i, j // page]``, and `cu_seqlens_k` has their numbers alone.
@@ -504,6 +507,5 @@ def varlen_attention(
     except Exception as error:
         put_name("varlen_attention", error)
         raise
-    backend = options.get("backend")
-    dispatch.run(by_integers(args, backend), backend)
+    dispatch.run(args, options.get("backend"))
     return args.result

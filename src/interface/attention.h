@@ -51,7 +51,7 @@ typedef struct {
     fa_masks masks;
     fa_modifiers mods;
     fa_statistics stats;
-    int hadamard; /* rows of k are multiplied by a Hadamard matrix, and kernels multiply those of q: hadamard.inc.h */
+    int hadamard; /* rows of k were multiplied by a Hadamard matrix, as the kernel of `integers` multiplies those of q */
     int sigmoid;  /* sigmoid(score + sigmoid_bias) in place of the softmax: without lse, sinks, statistics, dropout */
     double sigmoid_bias;
     double dropout; /* below 1: the share of probabilities that become 0, the others times 1 / (1 - dropout); 0: none */
@@ -119,6 +119,7 @@ typedef struct {
     void (*disentangled_run)(const fa_disentangled_args *, int64_t task, void *scratch);
 } fa_attention_kernels;
 
-/* Those with products of int8, of int8 keys and values: FA_TILE alone, without sigmoid and dropout, and all but
- * disentangled. */
+/* Those with products of int8, of int8 keys and values with scales: FA_TILE alone, head_dim at most FA_MOST_BYTES, without
+ * sigmoid and dropout, and all but disentangled. */
+#define FA_MOST_BYTES 65536 /* times 128 * 127 is half of what 32 bits hold */
 typedef fa_attention_kernels fa_integers_kernels;

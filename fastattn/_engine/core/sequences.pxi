@@ -187,9 +187,9 @@ cdef void _run_splits(Loop *loop, Jobs *w, int64_t most) noexcept nogil:
 
 cdef const fa_attention_kernels *_plan_attention(const fa_kernels *kernels, const fa_attention_args *a, int threads,
                                                  bint integers, fa_plan *plan) noexcept nogil:
-    """Plan a call; returns the kernels that compute it. Few rows and float64 have no products of int8."""
+    """Plan a call; returns the kernels that compute it, `integers` if it asks for products of int8 and may."""
     kernels.attention.plan(a, threads, plan)
-    if not integers or kernels.integers == NULL or plan.kind != FA_TILE:
+    if not integers or kernels.integers == NULL or plan.kind != FA_TILE or a.head_dim > FA_MOST_BYTES:
         return kernels.attention
     kernels.integers.plan(a, threads, plan)
     return kernels.integers
