@@ -191,7 +191,7 @@ def test_zeros(implementation):
 
 
 def test_roundings_depend_on_what_is_attended_alone(implementation):
-    """Near a half, another order of the same factors rounds otherwise: of a million probabilities, some do."""
+    """Near a half, another order of the same factors rounds otherwise: of a million numbers, some do."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 8, n, 32)).astype(np.float32) for n in (1024, 100, 100))
     (k8, k_scale), (v8, v_scale) = rounded(k), rounded(v)
@@ -265,7 +265,7 @@ def test_ragged(implementation):
     (k8, k_scale), (v8, v_scale) = rounded(k), rounded(v)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     of_int8 = fastattn.varlen_attention(q, k8, v8, *begins, causal=True, products="int8", **scales)
-    for i, (len_q, _) in enumerate(lengths):
+    for i in range(len(lengths)):
         rows, keys = (slice(begin[i], begin[i + 1]) for begin in begins)
         one = [x.swapaxes(0, 1) for x in (q[rows], k8[keys], v8[keys])]
         own = {name: x[keys].T for name, x in scales.items()}
