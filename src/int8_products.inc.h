@@ -173,7 +173,7 @@ INLINE int softmax_of_bytes(int nv, int hides, int keeps, const byte_softmax *p)
                 if (keeps) v_store(s, prob);
                 v_t by = v_splat(factor[j + i]);
                 if (hides) /* a hidden key's scale may be any; times 0, it must not be Inf */
-                    by = v_min(v_splat(MOST_PROB), v_splat(p->v_scale[j + i]) * inverse[u]);
+                    by = v_min(v_splat(MOST_PROB + 1), v_splat(p->v_scale[j + i]) * inverse[u]);
                 const v_t weighed = v_fma(prob, by, magic);
                 four[u] += (vi_t)weighed << (8 * i);
             }
