@@ -120,7 +120,7 @@ typedef struct {
 /* Asks for the share of MR keys among BLOCK_K, `j` being the first: all at once would wait for one another. */
 INLINE void prefetch_ahead(const fetched_rows *ahead, int64_t j)
 {
-    const int64_t stop = (j + MR) * ahead->n_rows / BLOCK_K;
+    const int64_t stop = smaller(j + MR, BLOCK_K) * ahead->n_rows / BLOCK_K; /* of bytes, the last MR may be past n */
     for (int64_t r = j * ahead->n_rows / BLOCK_K; r < stop; r++)
         for (int64_t byte = ahead->begin; byte < ahead->end; byte += 64)
             __builtin_prefetch(ahead->rows[r] + byte, 0, 3);
