@@ -7,13 +7,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from implementations import each_isa
-from int8_inputs import inputs, widened
+from int8_inputs import arguments_of, inputs, widened
 from oracle import assert_same_bits, check, expect
 
 import fastattn
 from fastattn import functional
 from fastattn._args import options
-from fastattn._bench.cases import DTYPES, STRUCTURES, VARIANTS, Shape, combine
+from fastattn._bench.cases import DTYPES, STRUCTURES, VARIANTS, Shape
 from fastattn.grad import vjp
 from fastattn.layers import KVCache
 
@@ -38,11 +38,7 @@ def attention(q, int8, **arguments):
 @pytest.mark.parametrize("variant", [*VARIANTS, *STRUCTURES])
 @every_shape
 def test_the_definition(shape, variant, dtype, implementation):
-    rng = np.random.default_rng(1)
-    if variant in STRUCTURES:
-        arguments = {"mask": STRUCTURES[variant](shape, rng)}
-    else:
-        arguments = combine((variant,), shape, rng)
+    arguments = arguments_of(variant, shape)
     q, int8, k, v = inputs(shape, dtype)
     check(attention(q, int8, **arguments), expect(q, k, v, **arguments), telling=variant == "plain")
 

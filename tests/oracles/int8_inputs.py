@@ -1,7 +1,9 @@
-"""Keys and values in int8, and what they stand for."""
+"""Keys and values in int8, what they stand for, and arguments of calls with them."""
 
 import numpy as np
 from oracle import spread_inputs
+
+from fastattn._bench.cases import STRUCTURES, combine
 
 
 def rounded(x):
@@ -23,3 +25,13 @@ def inputs(shape, dtype, seed=0):
     (k, k_scale), (v, v_scale) = rounded(k), rounded(v)
     int8 = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
     return q, int8, widened(k, k_scale), widened(v, v_scale)
+
+
+def arguments_of(variant, shape):
+    """Arguments of a variant, or the mask of a structure."""
+    rng = np.random.default_rng(1)
+    return (
+        {"mask": STRUCTURES[variant](shape, rng)}
+        if variant in STRUCTURES
+        else combine((variant,), shape, rng)
+    )
