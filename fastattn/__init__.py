@@ -27,14 +27,9 @@ from fastattn._version import __version__
 if TYPE_CHECKING:
     from fastattn import functional, grad, layers, masks, models, ops, plot, positions, train
     from fastattn._engine.config import show_config
-    from fastattn.functional._attention import (
-        attention,
-        attention_weights,
-        explain,
-        merge_states,
-        varlen_attention,
-    )
+    from fastattn.functional._attention import attention, attention_weights, explain, merge_states
     from fastattn.functional._torch import scaled_dot_product_attention
+    from fastattn.functional._varlen import varlen_attention
 
 __all__ = [
     "FallbackWarning",
@@ -69,7 +64,7 @@ _FUNCTIONS = {
     "show_config": "_engine.config",
     **dict.fromkeys(("attention", "attention_weights", "explain", "merge_states"), "functional._attention"),
     "scaled_dot_product_attention": "functional._torch",
-    "varlen_attention": "functional._attention",
+    "varlen_attention": "functional._varlen",
 }
 
 

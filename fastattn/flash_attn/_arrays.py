@@ -14,7 +14,8 @@ from fastattn._args.values import CONTIGUOUS, WRITEABLE, flag, float_array, inte
 from fastattn._engine import dispatch
 from fastattn.flash_attn._check import require_shapes, same_kind, scale_of, sides
 from fastattn.flash_attn._rotate import rows_of, tables_of, turned
-from fastattn.functional._attention import attention, varlen_attention
+from fastattn.functional._attention import attention
+from fastattn.functional._varlen import varlen_attention
 
 
 def attend(

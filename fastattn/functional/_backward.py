@@ -19,9 +19,10 @@ from fastattn._args.options import (
 )
 from fastattn._args.types import ArrayLike, NDArray, Unpack
 from fastattn._args.varlen import varlen_args
-from fastattn.functional._attention import attention, varlen_attention
+from fastattn.functional._attention import attention
 from fastattn.functional._composed_gradients import computed
 from fastattn.functional._differentiable import Steps, vjp_of
+from fastattn.functional._varlen import varlen_attention
 
 _NEED = ("dq", "dk", "dv")
 

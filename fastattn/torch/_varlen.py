@@ -11,7 +11,7 @@ import torch
 from fastattn._args.errors import named, wrong_shape
 from fastattn.flash_attn._check import sides, window_of
 from fastattn.functional import varlen_attention_backward
-from fastattn.functional._attention import varlen_attention
+from fastattn.functional._varlen import varlen_attention
 from fastattn.torch._tensors import array_of, num_threads, tensor_of
 
 _LIBRARY = torch.library.Library("torch_attn", "IMPL")
