@@ -5,7 +5,7 @@
     python -m bench quality embeddings FOLDER        # of all-MiniLM-L6-v2: docs/models.md says where it is
     python -m bench quality retrieval FOLDER         # the same
     python -m bench quality blocks [--windows 3] [--length 2048]  # of the package's model: docs/howto/long.md
-    python -m bench quality int8 [--windows 16] [--length 1024]   # the same, its attention: docs/attention.md
+    python -m bench quality int8 [--windows 16] [--length 1024]   # its attention, and that of random numbers
 
 MODEL is a folder or a GGUF file, that of the package if it is left out. This one holds weights in Q4_1, which
 is 4 bits with a scale and a minimum for every 32 of them; the table of tokens is in Q8_0. So float32 means
@@ -260,6 +260,13 @@ def int8(options: argparse.Namespace) -> None:
             cosines[name].append(((out * right).sum(axis=-1) / lengths).mean())
         return right.astype(np.float32)
 
+    for times in (1, 10, 30):
+        q, k, v = np.random.default_rng(0).standard_normal((3, 4, options.length, 64), np.float32)
+        k[..., [3, 17]] *= times
+        q[..., [3, 17]] /= times**0.5
+        compared_here(q, k, v)
+        found = ", ".join(f"{values.pop():.5f}" for values in cosines.values())
+        print(f"normal numbers, two dimensions of keys {times} times as large: cosines {found}", flush=True)
     for start in np.linspace(0, len(ids) - options.length, options.windows).astype(int):
         window = ids[start : start + options.length]
         exact.append(answered(weights, window, 1, compared_here)[0])

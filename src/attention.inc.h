@@ -209,8 +209,9 @@ INLINE int64_t finish_scores(const fa_attention_args *a, const modifiers *mods, 
     return n_low;
 }
 
-/* Scores become probabilities, and pairs or bytes of these, too, where products take them; the rows' maxima and sums follow. Returns whether
- * older sums have to be scaled by alpha. `bad`: some values are not finite, and add_bad_value will read scratch->s. */
+/* Scores become probabilities, and pairs or bytes of these, too, where products take them; the rows' maxima and sums
+ * follow. Returns whether older sums have to be scaled by alpha. `bad`: some values are not finite, and add_bad_value will
+ * read scratch->s. */
 INLINE int finish_probs(const fa_attention_args *a, int nv, int form, int bad, tile_state *tile,
                         const score_tile *scores, tile_scratch *scratch)
 {

@@ -7,8 +7,8 @@
 
 #define HADAMARD_MOST 256 /* elements of a block */
 
-/* x (n vectors) = sqrt(size) H x by Pease's algorithm: log2(size) times, sums and differences of its halves, in turn. A literal n keeps
- * them in registers. */
+/* x (n vectors) = sqrt(size) H x by Pease's algorithm: log2(size) times, sums and differences of its halves, in turn. A
+ * literal n keeps them in registers. */
 INLINE void hadamard_vectors(int n, lane *x)
 {
     v_t from[HADAMARD_MOST / LANES], to[HADAMARD_MOST / LANES];

@@ -1,10 +1,10 @@
 /* The matrix micro-kernels: outer products whose accumulators, MR x NV vectors, stay in registers. In attention the
  * lanes are queries: for each key, or dimension, a tile has a row of BLOCK_Q lanes (docs/dev/architecture.md draws it).
  *
- * Literals  form: what products multiply. nv: 1 .. NV_MAX. nx, rows at a time: 1 .. MR_MAX. nd, the same of values: MR, 2, 1.
- *           fetch, the cache lines that a step prefetches: 0 .. 2.
- * Exports   OF_LANES, OF_PAIRS, OF_BYTES; BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, MR_MAX; AMX_KEYS, per_lane, in_tiles, key_step, padded_k, padded_v;
- *           amx_begin, amx_end; v_madd; outer_product, tile_outer, fetched_rows, block_outer; acc_mode,
+ * Literals  form: what products multiply. nv: 1 .. NV_MAX. nx, rows at a time: 1 .. MR_MAX.
+ *           nd, the same of values: MR, 2, 1. fetch, the cache lines that a step prefetches: 0 .. 2.
+ * Exports   OF_LANES, OF_PAIRS, OF_BYTES; BLOCK_Q, BLOCK_K, MAX_DEPTH, NV_LOW, NV_MAX, MR_MAX; AMX_KEYS, per_lane,
+ *           in_tiles, key_step, padded_k, padded_v; amx_begin, amx_end; v_madd; outer_product, tile_outer, fetched_rows, block_outer; acc_mode,
  *           value_product, ACC_ZERO, ACC_KEEP, ACC_SCALE, block_values; transpose. */
 #pragma once
 #include "convert.inc.h"

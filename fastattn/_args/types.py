@@ -123,7 +123,7 @@ class AttentionArgs(KernelArgs):
     k_scale: Array | None = None  # lane dtype
     v_scale: Array | None = None
     integers: bool = False  # products of int8 are asked for
-    hadamard: bool = False  # with `integers`: rows of k were multiplied by a matrix, those of q will be
+    hadamard: bool = False  # k was multiplied by a Hadamard matrix, and the kernel of `integers` multiplies q
     lse: Array | None = None  # lane dtype
     softcap: float = 0.0  # 0: none
     mask: Bools | None = None

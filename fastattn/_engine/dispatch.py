@@ -116,14 +116,8 @@ def plan(args: AttentionArgs, backend: str | None) -> dict[str, Any]:
     else:
         block_q, block_k = reference.block_sizes(args)
         rows = block_q * (args.heads_q // args.heads_kv)
-        plan = {
-            "kernel": "numpy",
-            "isa": None,
-            "block_q": rows,
-            "block_k": block_k,
-            "gathers": "",
-            "int8_products": False,
-        }
+        plan = {"kernel": "numpy", "isa": None, "block_q": rows, "block_k": block_k}
+        plan |= {"gathers": "", "int8_products": False}
     gathers = plan.pop("gathers")
     return {**plan, "conversions": tuple(_conversions(args, plan, gathers))}
 

@@ -187,7 +187,7 @@ cdef void _run_splits(Loop *loop, Jobs *w, int64_t most) noexcept nogil:
 
 cdef const fa_attention_kernels *_plan_attention(const fa_kernels *kernels, const fa_attention_args *a, int threads,
                                                  bint integers, fa_plan *plan) noexcept nogil:
-    """Plan a call; returns the kernels that compute it, `integers` if it asks for products of int8 and may."""
+    """Plan a call. Returns its kernels: `integers` where products of int8 are wanted and possible."""
     kernels.attention.plan(a, threads, plan)
     if not integers or kernels.integers == NULL or plan.kind != FA_TILE or a.head_dim > FA_MOST_BYTES:
         return kernels.attention
