@@ -43,7 +43,7 @@ static void logits_run(const fa_logits_args *a, int64_t begin, int64_t end)
         for (; j < n; j++) max = x[j] > max ? x[j] : max;
         const double at_target = (double)x[target] - (double)max;
         /* Without smoothing nothing is summed: -inf would make it NaN. */
-        const double mean = smoothing > 0 ? (double)row_sum_of(a->watch, 0, x, n, max) / (double)n : 0;
+        const double mean = smoothing > 0 ? (double)row_sums_of(a->watch, 0, x, n, max).sum / (double)n : 0;
         const double sum = (double)exponentials(a->watch, x, n, max);
         const double chosen = smoothing < 1 ? (1 - smoothing) * at_target : 0;
         ((lane *)a->loss)[r] = (lane)(log(sum) - chosen - (smoothing > 0 ? smoothing * mean : 0));

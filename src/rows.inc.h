@@ -1,40 +1,62 @@
 /* Row by row: norms, softmax, activations. A row of whole vectors of lanes is read and written where it lies; any other
  * row, and x + residual, is widened to lanes in scratch. It stays in the first-level cache for the passes over it.
  *
- * Literals  squares: 0, 1. activation: any fa_activation.
- * Exports   ROW_ASKS, EACH_BLOCK, row_sum_of, activate_row_of, times_row, up_offset; rows_scratch_bytes, rows_run. */
+ * Literals  squares, centers: 0, 1. activation: any fa_activation.
+ * Exports   ROW_ASKS, EACH_BLOCK, row_sums_of, norm_factor, activate_row_of, times_row, up_offset; rows_scratch_bytes, rows_run. */
 #pragma once
 #include "interface/rows.h"
 #include "activation.inc.h"
 
 #define ROW_ASKS (1 << 18) /* elements of a row between two calls of given_up(): a fraction of a millisecond */
-_Static_assert(ROW_ASKS % (4 * LANES) == 0, "a block is a whole number of row_sum_of's rounds");
+_Static_assert(ROW_ASKS % (4 * LANES) == 0, "a block is a whole number of row_sums_of's rounds");
 
 /* Walks over n elements in blocks [begin, end), and ends early if the call is given up: nobody reads the results. */
 #define EACH_BLOCK(watch, n, begin, end)                                                                               \
     for (int64_t begin = 0, end = smaller(n, ROW_ASKS); begin < (n) && !(begin && given_up(watch));                    \
          begin = end, end = smaller(n, end + ROW_ASKS))
 
-/* sum + (x - center), or + its square. */
-INLINE v_t v_add_to(int squares, v_t sum, v_t x, lane center)
-{
-    const v_t y = x - v_splat(center);
-    return squares ? v_fma(y, y, sum) : sum + y;
-}
+typedef struct {
+    lane sum, squares;
+} row_sums;
 
-/* The sum of x - center, or of its squares, over a row. An addition waits for the one before: four accumulators. */
-INLINE lane row_sum_of(const fa_watch *watch, int squares, const lane *x, int64_t n, lane center)
+/* The sum of x - center over a row and, with `squares`, of its squares. An addition waits for the one before: four
+ * accumulators of each. */
+INLINE row_sums row_sums_of(const fa_watch *watch, int squares, const lane *x, int64_t n, lane center)
 {
-    v_t sum[4] = {v_splat(0), v_splat(0), v_splat(0), v_splat(0)};
+    v_t sum[4] = {v_splat(0), v_splat(0), v_splat(0), v_splat(0)}, square[4] = {sum[0], sum[0], sum[0], sum[0]};
     int64_t j = 0;
     EACH_BLOCK(watch, n, begin, end)
         for (; j + 4 * LANES <= end; j += 4 * LANES)
-            UNROLL_FOR(int u = 0; u < 4; u++) sum[u] = v_add_to(squares, sum[u], v_load(x + j + u * LANES), center);
-    if (n - j >= 4 * LANES) return 0; /* given up */
-    for (; j + LANES <= n; j += LANES) sum[0] = v_add_to(squares, sum[0], v_load(x + j), center);
-    lane total = v_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
-    for (; j < n; j++) total += squares ? (x[j] - center) * (x[j] - center) : x[j] - center;
+            UNROLL_FOR(int u = 0; u < 4; u++) {
+                const v_t y = v_load(x + j + u * LANES) - v_splat(center);
+                sum[u] += y;
+                if (squares) square[u] = v_fma(y, y, square[u]);
+            }
+    if (n - j >= 4 * LANES) return (row_sums){0, 0}; /* given up */
+    for (; j + LANES <= n; j += LANES) {
+        const v_t y = v_load(x + j) - v_splat(center);
+        sum[0] += y;
+        if (squares) square[0] = v_fma(y, y, square[0]);
+    }
+    row_sums total = {v_sum((sum[0] + sum[1]) + (sum[2] + sum[3])), 0};
+    if (squares) total.squares = v_sum((square[0] + square[1]) + (square[2] + square[3]));
+    for (; j < n; j++) {
+        const lane y = x[j] - center;
+        total.sum += y;
+        if (squares) total.squares += y * y;
+    }
     return total;
+}
+
+/* The mean of a row, 0 for FA_RMS_NORM, and 1 / sqrt(variance + eps). A mean is rounded; what that leaves is added (the
+ * corrected two-pass algorithm, Chan et al. 1983), so that in a row of equal numbers all become 0. */
+INLINE lane norm_factor(const fa_watch *watch, int centers, const lane *x, int64_t n, lane eps, lane *mean)
+{
+    *mean = centers ? row_sums_of(watch, 0, x, n, 0).sum / (lane)n : 0;
+    const row_sums rest = row_sums_of(watch, 1, x, n, *mean);
+    const lane left = centers ? rest.sum / (lane)n : 0;
+    *mean += left;
+    return 1 / LANE_SQRT(rest.squares / (lane)n - left * left + eps);
 }
 
 /* y = (x - mean) / sqrt(variance + eps) weight + bias, with mean = 0 for FA_RMS_NORM. y may be x, here and below. */
@@ -42,8 +64,10 @@ INLINE void norm_row(const fa_rows_args *a, const lane *x, lane *y)
 {
     const lane *weight = (const lane *)a->weight, *bias = (const lane *)a->bias;
     const int64_t n = a->n;
-    const lane mean = a->kind == FA_LAYER_NORM ? row_sum_of(a->watch, 0, x, n, 0) / (lane)n : 0;
-    const lane factor = 1 / LANE_SQRT(row_sum_of(a->watch, 1, x, n, mean) / (lane)n + (lane)a->eps);
+    const lane eps = (lane)a->eps;
+    lane mean;
+    const lane factor = a->kind == FA_LAYER_NORM ? norm_factor(a->watch, 1, x, n, eps, &mean)
+                                                 : norm_factor(a->watch, 0, x, n, eps, &mean);
     EACH_BLOCK(a->watch, n, begin, end)
         for (int64_t j = begin; j < end; j += LANES) {
             v_t to = (v_load_part(x + j, n - j) - v_splat(mean)) * v_splat(factor);

@@ -21,8 +21,8 @@ INLINE lane normalise_row(const fa_rows_grad_args *a, lane *x, lane *dout, lane 
 {
     const int64_t n = a->n;
     const lane *weight = (const lane *)a->weight;
-    const lane mean = a->kind == FA_LAYER_NORM ? row_sum_of(a->watch, 0, x, n, 0) / (lane)n : 0;
-    const lane factor = 1 / LANE_SQRT(row_sum_of(a->watch, 1, x, n, mean) / (lane)n + (lane)a->eps);
+    lane mean;
+    const lane factor = norm_factor(a->watch, a->kind == FA_LAYER_NORM, x, n, (lane)a->eps, &mean);
     v_t sum[2] = {v_splat(0), v_splat(0)};
     EACH_BLOCK(a->watch, n, begin, end)
         for (int64_t j = begin; j < end; j += LANES) {

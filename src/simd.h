@@ -300,11 +300,11 @@ INLINE void v_transpose(v_t r[LANES])
 V_SUM_EACH(v_sum_each, v_t)
 V_SUM_EACH(v_sum_each_i, vi_t)
 
+/* Of halves: shorter than lane after lane, and of equal numbers exact. */
 INLINE lane v_sum(v_t a)
 {
-    lane sum = 0;
-    UNROLL_FOR(int i = 0; i < LANES; i++) sum += a[i];
-    return sum;
+    UNROLL_FOR(int n = LANES; n > 1; n /= 2) a = (v_t)V_ZIP_LOW(a, a) + (v_t)V_ZIP_HIGH(a, a);
+    return a[0];
 }
 
 /* NaN in any lane gives NaN or the maximum of the others: the probabilities carry it. */

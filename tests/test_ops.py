@@ -150,6 +150,16 @@ def test_norms(implementation, n, dtype):
 
 
 @each_dtype
+@pytest.mark.parametrize("n", [1, 3, 32, 100, 1000, 20_000])
+def test_a_norm_of_equal_numbers_is_the_bias(implementation, n, dtype):
+    # The mean of equal numbers is rounded, and 1 / sqrt(eps) makes hundreds of what is left of it.
+    rng = np.random.default_rng(n)
+    x = np.repeat(normal(rng, 200, 1, dtype=dtype) * dtype.type(7), n, axis=1)
+    bias = normal(rng, n, dtype=lane(dtype))
+    np.testing.assert_array_equal(ops.layer_norm(x, None, bias, eps=1e-12), np.tile(bias.astype(dtype), (200, 1)))
+
+
+@each_dtype
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("n", [1, 15, 64, 300])

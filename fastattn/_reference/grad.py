@@ -12,7 +12,7 @@ from fastattn._args.grad_types import DropoutArgs, LogitsArgs, OuterArgs, RowsGr
 from fastattn._args.quiet import quiet
 from fastattn._args.types import Array, lane_dtype
 from fastattn._reference.activations import activate, slope
-from fastattn._reference.ops import side_by_side
+from fastattn._reference.ops import centered, side_by_side
 from fastattn._reference.philox import kept
 
 
@@ -60,7 +60,7 @@ def _norm_grad(
     if args.residual is not None:
         x = x + wide(args.residual[block])
     if args.kind == "layer_norm":
-        x = x - x.mean(axis=-1, keepdims=True)
+        x = centered(x)
     factor = 1 / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(args.eps))
     normalized = x * factor
     if args.dweight is not None:

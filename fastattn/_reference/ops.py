@@ -169,10 +169,16 @@ def side_by_side(args: Any) -> Any:
     return replace(args, **{name: getattr(args, name).reshape(shape) for name in names})
 
 
+def centered(x: Array) -> Array:
+    """x - mean of each row, without what rounding leaves of the mean: equal numbers become 0."""
+    x = x - x.mean(axis=-1, keepdims=True)
+    return x - x.mean(axis=-1, keepdims=True)  # type: ignore[no-any-return]
+
+
 def _normalized(x: Array, eps: float, center: bool) -> Array:
     """(x - mean) / sqrt(variance + eps) of each row, or x / sqrt(mean square + eps)."""
     if center:
-        x = x - x.mean(axis=-1, keepdims=True)
+        x = centered(x)
     normalized: Array = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(eps))
     return normalized
 
