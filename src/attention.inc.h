@@ -102,18 +102,22 @@ INLINE int scaled_later(const fa_attention_args *a, int form)
     return in_tiles(form) && only_scales(&a->mods) && normal && !a->sigmoid && !a->stats.second_pass;
 }
 
-/* softmax_update; with AMX amx_softmax, which writes pairs, and writes s only with `keep`. */
-INLINE int tile_softmax(int nv, int form, int keep, int64_t n, const tile_state *tile, const tile_scratch *scratch)
+/* softmax_update; with AMX amx_softmax, which writes pairs, writes s only with `keep`, and scales older sums itself. */
+INLINE int tile_softmax(int nv, int form, int keep, int64_t n, int64_t width, const tile_state *tile,
+                        const tile_scratch *scratch)
 {
     lane *s = scratch->s, *log = tile->row_log;
 #if V_AMX
     if (form == OF_PAIRS) {
+        lane *sums = tile->fresh ? NULL : tile->ot;
         const amx_softmax_args p = {
-            s, n, tile->factor, tile->row_max, tile->row_sum, log, scratch->alpha, scratch->pairs};
-        return log ? amx_softmax(nv, keep, 1, &p) : amx_softmax(nv, keep, 0, &p);
+            s, n, tile->factor, tile->row_max, tile->row_sum, log, scratch->alpha, scratch->pairs, sums, width};
+        if (log) amx_softmax(nv, keep, 1, &p);
+        else amx_softmax(nv, keep, 0, &p);
+        return 0;
     }
 #endif
-    (void)keep;
+    (void)keep, (void)width;
     if (log) return softmax_update(nv, form == OF_PAIRS, s, n, tile->row_max, tile->row_sum, log, scratch->alpha);
     return softmax_update(nv, form == OF_PAIRS, s, n, tile->row_max, tile->row_sum, NULL, scratch->alpha);
 }
@@ -161,7 +165,6 @@ INLINE void product_values_later(int nv, int form, const value_product *p, tile_
 {
 #if V_AMX
     if (form == OF_PAIRS) {
-        if (p->mode == ACC_SCALE) amx_scale(nv, p->head_dim_v, p->alpha, p->out); /* now, for the same reason */
         scratch->waiting = *p, scratch->waiting_nv = nv;
         return;
     }
@@ -227,8 +230,8 @@ INLINE int finish_probs(const fa_attention_args *a, int nv, int form, int bad, t
         moved = tile_softmax_of_bytes(nv, hides(scores->kind), bad, n, scratch->v_scale + (j0 - scratch->block.first),
                                       tile, scratch);
     else if (a->sigmoid) sigmoid_update(nv, scratch->s, n, (lane)a->sigmoid_bias);
-    else if (bad || drops) moved = tile_softmax(nv, form, 1, n, tile, scratch);
-    else moved = tile_softmax(nv, form, 0, n, tile, scratch);
+    else if (bad || drops) moved = tile_softmax(nv, form, 1, n, a->head_dim_v, tile, scratch);
+    else moved = tile_softmax(nv, form, 0, n, a->head_dim_v, tile, scratch);
     mark_rows(nv, scores, bad, tile->row_max);
     if (drops) drop_tile(nv, &scratch->drop, tile->counters, j0, n, scratch->s);
     if (form == OF_PAIRS && (!V_AMX || a->sigmoid || drops)) pair_probs(nv, scratch->s, n, scratch->pairs);

@@ -11,6 +11,8 @@
  *                            numbers are 0. The sums of first and of second halves begin at 0, are fused multiply-adds
  *                            in order, and are added; then c is
  *   AMX_DOT_I8(c, a, b)      the same of four int8, in integers that wrap
+ *   AMX_AWAKE()              a product that nobody reads, of 0 to 7: without one for some 380 ns the multipliers of tiles
+ *                            sleep, and the next product waits 300 ns for them (docs/dev/intel.md)
  *
  * Rows that lie in two cache lines take several times as long to load, and NumPy's large arrays begin 16 bytes beside
  * one. So operands are copied unless amx_fit.
@@ -37,6 +39,7 @@ _Static_assert(sizeof(amx_config) == 64, "as the instruction reads it");
 #define AMX_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
 #define AMX_DOT_BF16(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 #define AMX_DOT_I8(c, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#define AMX_AWAKE() AMX_DOT_BF16(3, 5, 7)
 #else
 #include <xmmintrin.h>
 typedef struct {
@@ -116,6 +119,7 @@ NOINLINE void emulated_dot_i8(int c, int a, int b)
 #define AMX_ZERO(t) memset(&amx_of[t], 0, sizeof amx_of[t])
 #define AMX_DOT_BF16(c, a, b) emulated_dot_bf16(c, a, b)
 #define AMX_DOT_I8(c, a, b) emulated_dot_i8(c, a, b)
+#define AMX_AWAKE() ((void)0)
 #endif
 
 /* What softmax takes beside tiles. y - floor(y), below 1; of -infinity 0. */

@@ -11,9 +11,11 @@
  * sequence, so that a row's bits do not depend on where others begin: ranges.inc.h.
  *
  * Literals  nv: 1, NV. hi, keep, logs: 0, 1. count: nv, 2 * nv.
- * Exports   amx_load_sums, amx_store_sums, amx_outer; amx_softmax_args, amx_softmax; amx_scale, amx_values, transpose_values. */
+ * Exports   amx_load_sums, amx_store_sums, amx_outer; amx_softmax_args, amx_softmax; amx_values, transpose_values. */
 #pragma once
 #include "softmax.inc.h"
+
+#define AMX_AWAKE_AT 24 /* key of a block: 16 to 40 are level, and every 8th key is as slow as none */
 
 _Static_assert(BLOCK_Q == 2 * AMX_ROWS && BLOCK_K % AMX_KEYS == 0, "tiles fill a block");
 
@@ -100,17 +102,19 @@ INLINE v_t v_pair_up(v_t low, v_t high)
     return (v_t)((((vw_t)low + half) >> 16) | (((vw_t)high + half) & upper));
 }
 
-/* What softmax_update takes, and pairs (BLOCK_K / 2, BLOCK_Q). */
+/* What softmax_update takes, pairs (BLOCK_K / 2, BLOCK_Q), and out (width, BLOCK_Q) as it is, or NULL. */
 typedef struct {
     lane *s;
     int64_t n;
     lane factor;
-    lane *row_max, *row_sum, *row_log, *alpha, *pairs;
+    lane *row_max, *row_sum, *row_log, *alpha, *pairs, *out;
+    int64_t width;
 } amx_softmax_args;
 
 /* softmax_update of scores times `factor`: row_max is as they are. Probabilities become pairs, up to a whole step
- * 0; with `keep` they take the place of the scores, too. */
-INLINE int amx_softmax(int nv, int keep, int logs, const amx_softmax_args *p)
+ * 0; with `keep` they take the place of the scores, too. out *= alpha where that is not 1: before the probabilities are
+ * computed, since a tile that is loaded waits for all that was just stored. */
+INLINE void amx_softmax(int nv, int keep, int logs, const amx_softmax_args *p)
 {
     lane *const s = p->s, *const pairs = p->pairs;
     const int64_t n = p->n;
@@ -137,11 +141,20 @@ INLINE int amx_softmax(int nv, int keep, int logs, const amx_softmax_args *p)
         v_store(p->row_max + u * LANES, now);
         log[u] = sum[u][0] = sum[u][1] = v_splat(0);
     }
+    if (p->out && v_any(moved)) {
+        for (int64_t d = 0; d < p->width; d++)
+            UNROLL_FOR(int u = 0; u < nv; u++) {
+                lane *to = p->out + d * BLOCK_Q + u * LANES;
+                v_store(to, v_load(to) * v_load(p->alpha + u * LANES));
+            }
+        AMX_AWAKE();
+    }
     int64_t j = 0;
     const unsigned before = _mm_getcsr();
     _mm_setcsr(before | _MM_FLUSH_ZERO_ON); /* results that are not normal become 0 */
     for (; j + 2 <= n; j += 2) {
         v_t y[2 * NV], prob[2 * NV];
+        if (j == AMX_AWAKE_AT) AMX_AWAKE();
         UNROLL_FOR(int i = 0; i < 2 * nv; i++)
             y[i] = (v_load(s + (j + i % 2) * BLOCK_Q + i / 2 * LANES) - base[i / 2]) * per_score;
         v_exp2_amx(2 * nv, y, prob);
@@ -173,7 +186,6 @@ INLINE int amx_softmax(int nv, int keep, int logs, const amx_softmax_args *p)
         v_store(p->row_sum + u * LANES, v_fma(v_load(p->row_sum + u * LANES), v_load(p->alpha + u * LANES), all));
         if (logs) v_store(p->row_log + u * LANES, v_load(p->row_log + u * LANES) + log[u]);
     }
-    return v_any(moved);
 }
 
 /* Rows [d, d + 16 or, with `hi`, 32) of out. */
@@ -196,16 +208,6 @@ INLINE void amx_value_tiles(int nv, int hi, int64_t d, const value_product *p)
         if (hi) AMX_DOT_BF16(3, 5, 7);
     }
     amx_store_sums(nv, hi, out, p->pitch);
-}
-
-/* out (width, nv) *= alpha (nv), as ACC_SCALE. */
-INLINE void amx_scale(int nv, int64_t width, const lane *alpha, lane *out)
-{
-    for (int64_t d = 0; d < width; d++)
-        UNROLL_FOR(int u = 0; u < nv; u++) {
-            lane *to = out + d * BLOCK_Q + u * LANES;
-            v_store(to, v_load(to) * v_load(alpha + u * LANES));
-        }
 }
 
 /* block_values: v is V^T as transpose_values makes it, v_row the bytes of a pair of keys. */
