@@ -48,15 +48,15 @@ INLINE row_sums row_sums_of(const fa_watch *watch, int squares, const lane *x, i
     return total;
 }
 
-/* The mean of a row, 0 for FA_RMS_NORM, and 1 / sqrt(variance + eps). A mean is rounded; what that leaves is added (the
- * corrected two-pass algorithm, Chan et al. 1983), so that in a row of equal numbers all become 0. */
+/* The mean of a row, 0 for FA_RMS_NORM, and 1 / sqrt(variance + eps). What rounding left of the mean is added to it, and
+ * taken out of the variance (Chan et al. 1983): so in a row of equal numbers all become 0. */
 INLINE lane norm_factor(const fa_watch *watch, int centers, const lane *x, int64_t n, lane eps, lane *mean)
 {
     *mean = centers ? row_sums_of(watch, 0, x, n, 0).sum / (lane)n : 0;
     const row_sums rest = row_sums_of(watch, 1, x, n, *mean);
-    const lane left = centers ? rest.sum / (lane)n : 0;
+    const lane left = centers ? rest.sum / (lane)n : 0, variance = rest.squares / (lane)n - left * left;
     *mean += left;
-    return 1 / LANE_SQRT(rest.squares / (lane)n - left * left + eps);
+    return 1 / LANE_SQRT((variance < 0 ? 0 : variance) + eps); /* NaN stays */
 }
 
 /* y = (x - mean) / sqrt(variance + eps) weight + bias, with mean = 0 for FA_RMS_NORM. y may be x, here and below. */

@@ -21,8 +21,10 @@ INLINE lane normalise_row(const fa_rows_grad_args *a, lane *x, lane *dout, lane 
 {
     const int64_t n = a->n;
     const lane *weight = (const lane *)a->weight;
+    const lane eps = (lane)a->eps;
     lane mean;
-    const lane factor = norm_factor(a->watch, a->kind == FA_LAYER_NORM, x, n, (lane)a->eps, &mean);
+    const lane factor = a->kind == FA_LAYER_NORM ? norm_factor(a->watch, 1, x, n, eps, &mean)
+                                                 : norm_factor(a->watch, 0, x, n, eps, &mean);
     v_t sum[2] = {v_splat(0), v_splat(0)};
     EACH_BLOCK(a->watch, n, begin, end)
         for (int64_t j = begin; j < end; j += LANES) {
