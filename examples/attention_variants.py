@@ -205,7 +205,7 @@ def latent(q, cache, key_weight, value_weight, absorbed=False, **options):
 
 
 def grouped_latent(q, caches, key_weights, value_weights, **options):
-    """Grouped latent attention: every group of q (batch, groups, heads, len, d) has a cache of its own."""
+    """Grouped latent attention: a cache for each group of q (batch, groups, heads, len, d)."""
     parts = zip(q.swapaxes(0, 1), caches, key_weights, value_weights, strict=True)
     return np.concatenate([latent(*part, **options) for part in parts], axis=1)
 

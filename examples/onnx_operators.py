@@ -1,6 +1,6 @@
 """fastattn under ONNX's reference evaluator: eight operators of a model are computed by its kernels.
 
-``ReferenceEvaluator(model, new_ops=OPERATORS)`` takes them; all others stay those of the evaluator. They pass
+``ReferenceEvaluator(model, new_ops=OPERATORS)`` takes them, and keeps its own of all others. They pass
 ONNX's own tests of these operators, see tests/parity/test_onnx.py, in their versions of opsets 17 to 28.
 
     pip install onnx ml_dtypes
@@ -44,7 +44,7 @@ class Attention(OpRun):
         options = {"scale": scale, "softcap": softcap or None, "causal": bool(is_causal)}
         if max(left_window_size, right_window_size) >= 0:
             options["window"] = tuple(None if n < 0 else n for n in (left_window_size, right_window_size))
-        if "window" in options or is_causal:  # where the first query stands among the keys
+        if "window" in options or is_causal:  # the position of the first query among the keys
             options["q_offset"] = 0 if past_key is None else past_key.shape[2]
             if lengths is not None:
                 options["q_offset"] = lengths - q.shape[2]

@@ -85,7 +85,7 @@ def draws(rng, batch, longest):
 
 
 def reverse(words):
-    """The right answers: END and PAD stay behind."""
+    """The right answers: END and PAD keep their places after them."""
     lengths = (words == END).argmax(axis=1)[:, None]
     place = np.arange(words.shape[1])
     return np.take_along_axis(words, np.where(place < lengths, lengths - 1 - place, place), axis=1)

@@ -11,8 +11,8 @@
  *                            numbers are 0. The sums of first and of second halves begin at 0, are fused multiply-adds
  *                            in order, and are added; then c is
  *   AMX_DOT_I8(c, a, b)      the same of four int8, in integers that wrap
- *   AMX_AWAKE()              a product that nobody reads, of 0 to 7: without one for some 380 ns the multipliers of tiles
- *                            sleep, and the next product waits 300 ns for them (docs/dev/intel.md)
+ *   AMX_AWAKE()              a product that nobody reads, which overwrites 3: without any for a few hundred ns the
+ *                            multipliers of tiles sleep, and the next product waits 300 ns for them (docs/dev/intel.md)
  *
  * Rows that lie in two cache lines take several times as long to load, and NumPy's large arrays begin 16 bytes beside
  * one. So operands are copied unless amx_fit.

@@ -15,7 +15,7 @@
 #pragma once
 #include "softmax.inc.h"
 
-#define AMX_AWAKE_AT 24 /* key of a block: 16 to 40 are level, and every 8th key is as slow as none */
+#define AMX_AWAKE_AT 24 /* key of a block; on an Emerald Rapids 16 to 40 are level (docs/dev/intel.md) */
 
 _Static_assert(BLOCK_Q == 2 * AMX_ROWS && BLOCK_K % AMX_KEYS == 0, "tiles fill a block");
 

@@ -114,7 +114,7 @@ def v3(source: Source) -> Encoder:
     ):
         raise config.wrong("lora_adaptations", tasks, f"a list of different tasks, none of them {_USUAL!r}")
     if not tasks and (ported := sorted(source.folder.glob("*/adapter_config.json"))):
-        came = f"{ported[0]}: an adapter in a file of its own is not supported"
+        came = f"{ported[0]}: an adapter in a separate file is not supported"
         raise ModelError(f"{came}; expected the folder jinaai/jina-embeddings-v3, which holds all of them")
     if not tasks or source.route is not None:
         return found
