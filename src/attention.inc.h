@@ -31,7 +31,7 @@ INLINE void take_out_bad_values(const fa_attention_args *a, const row_block *row
     if (block->checked || form == OF_BYTES) return; /* integers are finite, and load_block looks at their scales */
     block->checked = 1;
     int64_t v_row = block->v_row;
-    const char *v = form ? key_rows(&a->v, rows, block->first, block->n, width, scratch->listed, &v_row) : block->v;
+    const char *v = form ? values_in_bf16(a, rows, block->first, block->n, scratch->listed, &v_row) : block->v;
     if (form) find_bad_rows(FA_BF16, v, v_row, block->n, width, bad);
     else find_bad_rows(LANE_DTYPE, v, v_row, block->n, width, bad);
     if (!bad->n) return;
@@ -207,6 +207,11 @@ INLINE int64_t finish_scores(const fa_attention_args *a, const modifiers *mods, 
         product.out += n_low * BLOCK_Q + NV_LOW * LANES;
         block_outer(NV - NV_LOW, form, n - n_low, &product, NULL);
     }
+    for (int64_t j = 0; form == OF_PAIRS && a->k.dtype == FA_I8 && j < n; j++)
+        UNROLL_FOR(int u = 0; u < nv; u++) {
+            lane *s = scratch->s + j * BLOCK_Q + u * LANES;
+            v_store(s, v_load(s) * v_splat(scratch->k_scale[scores->j0 - block->first + j]));
+        }
     product_values_waiting(scratch);
     modify_tile(a, nv, mods, scores);
     return n_low;

@@ -171,7 +171,7 @@ INLINE const char *rows_of_products(int bf16, const fa_array *x, const row_block
                                     int64_t *row_bytes)
 {
     if (!bf16) return rows_as_lanes(x, &(fa_array){0}, rows, rows->row0, rows->n, width, 0, copy, row_bytes);
-    return rows_as_pairs(x, rows, rows->row0, rows->n, width, 0, copy, row_bytes);
+    return rows_as_pairs(x, NULL, rows, rows->row0, rows->n, width, 0, copy, row_bytes);
 }
 
 /* The same rows as sums over them read them: those in place, unless some are not finite or pairs are to be made. */

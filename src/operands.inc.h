@@ -17,7 +17,7 @@
 #include "philox.inc.h"
 
 #ifndef FORM_OF /* what products of a call multiply; the family `integers` has one answer */
-#define FORM_OF(a) (takes_pairs(a) ? OF_PAIRS : OF_LANES)
+#define FORM_OF(a) (tile_takes_pairs(a) ? OF_PAIRS : OF_LANES)
 #endif
 
 #define TASK_TILES 8 /* most tiles of a task */
@@ -65,16 +65,17 @@ typedef struct {
 typedef struct {
     tile_state tiles[TASK_TILES];
     key_block block;
-    head_copy copy;     /* without `head`, each task copies into k and v below anew */
-    fetched_rows ahead; /* rows of a bias, or of keys and values, that are fetched meanwhile; NULL: none */
-    const char **next;  /* (2 BLOCK_K): rows of keys and values that blocks name */
-    lane *s, *add;      /* (BLOCK_K, BLOCK_Q): scores, then probabilities; the additive tile */
-    lane *pairs;        /* (BLOCK_K / 2, BLOCK_Q): probabilities as pairs of bfloat16, or as bytes */
-    lane *k_scale, *v_scale, *share, *weight; /* of bytes: (BLOCK_K) the scales of the block; of byte_softmax */
-    lane *by_row;                             /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
-    lane *k, *v, *clean; /* (BLOCK_K, head_dim), two (BLOCK_K, head_dim_v): copied keys and values */
-    lane *listed;        /* (BLOCK_K, head_dim_v), in V's dtype: values that blocks name, for products of pairs */
-    lane *v_odd;         /* by tiles, the values of every other block: those of the last one may be read yet */
+    head_copy copy;          /* without `head`, each task copies into k and v below anew */
+    fetched_rows ahead;      /* rows of a bias, or of keys and values, that are fetched meanwhile; NULL: none */
+    const char **next;       /* (2 BLOCK_K): rows of keys and values that blocks name */
+    lane *s, *add;           /* (BLOCK_K, BLOCK_Q): scores, then probabilities; the additive tile */
+    lane *pairs;             /* (BLOCK_K / 2, BLOCK_Q): probabilities as pairs of bfloat16, or as bytes */
+    lane *k_scale, *v_scale; /* of bytes, and k_scale of pairs, too: (BLOCK_K) the scales of the block */
+    lane *share, *weight;    /* of byte_softmax */
+    lane *by_row;            /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
+    lane *k, *v, *clean;     /* (BLOCK_K, head_dim), two (BLOCK_K, head_dim_v): copied keys and values */
+    lane *listed; /* (BLOCK_K, head_dim_v), for products of pairs: values that blocks name, or int8 in bfloat16 */
+    lane *v_odd;  /* by tiles, the values of every other block: those of the last one may be read yet */
     int odd;
     value_product waiting; /* by tiles, the last product of probabilities with values, not yet computed ... */
     int waiting_nv;        /* ... and its `nv`; 0: none */
@@ -107,7 +108,7 @@ static int64_t cut_tile_scratch(arena *from, const fa_attention_args *a, int til
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim, LANES), &scratch->k);
     CUT_LANES(from, BLOCK_K * round_up(a->head_dim_v, LANES), &scratch->v, &scratch->clean);
     CUT(from, scratch->next, a->k.blocks ? 2 * BLOCK_K : 0);
-    CUT(from, scratch->listed, a->v.blocks ? BLOCK_K * a->head_dim_v : 0);
+    CUT(from, scratch->listed, a->v.blocks || FORM_OF(a) == OF_PAIRS ? BLOCK_K * a->head_dim_v : 0);
     CUT(from, scratch->v_odd, V_AMX ? BLOCK_K * round_up(a->head_dim_v, LANES) : 0);
     CUT_LANES(from, BLOCK_Q, &scratch->alpha, &scratch->share, &scratch->weight);
     CUT_LANES(from, BLOCK_K, &scratch->k_scale, &scratch->v_scale);
@@ -337,14 +338,33 @@ INLINE void pair_values(const char *v, int64_t v_row, int64_t n, int64_t width, 
     }
 }
 
-/* Rows [first, first + n) of bfloat16 as products of pairs read them: in place; or copied, unless they are `there`, and filled up with 0 to
- * whole steps, where something would be read past a row or past the last, or tiles would load them slowly. */
-INLINE const char *rows_as_pairs(const fa_array *x, const row_block *rows, int64_t first, int64_t n, int64_t width,
-                                 int there, lane *copy, int64_t *row_bytes)
+/* The power of two of x, or one that leaves x as it is: int8 times it are exact in bfloat16, and sums of products with them
+ * overflow no earlier than those with k. */
+INLINE lane power_of(lane x)
+{
+    wlane bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = bits << 1 >> (MANTISSA_BITS + 1) << MANTISSA_BITS;
+    memcpy(&x, &bits, sizeof bits);
+    return x < LANE_MIN ? LANE_MIN : x <= LANE_MAX ? x : 1;
+}
+
+/* A row of int8 times `scale` in bfloat16. */
+static void widen_to_bf16(const char *from, int64_t n, lane scale, char *to)
+{
+    for (int64_t d = 0; d < n; d += LANES)
+        v_store_as_part(FA_BF16, to + d * 2, v_load_as_part(FA_I8, from + d, n - d) * v_splat(scale), n - d);
+}
+
+/* Rows [first, first + n) of bfloat16 or, times the powers of their scales, int8 as products of pairs read them: in place; or
+ * copied, unless they are `there`, and filled up with 0 to whole steps, where they are int8, something would be read past a
+ * row or past the last, or tiles would load them slowly. */
+INLINE const char *rows_as_pairs(const fa_array *x, const fa_array *scale, const row_block *rows, int64_t first,
+                                 int64_t n, int64_t width, int there, lane *copy, int64_t *row_bytes)
 {
     const char *from = at_key(x, rows, first);
     const int64_t padded = padded_k(width), whole = V_AMX ? round_up(n, AMX_KEYS) : n;
-    int copies = padded > width || whole > n || !in_a_row(x, first, n);
+    int copies = padded > width || whole > n || !in_a_row(x, first, n) || x->dtype == FA_I8;
     copies |= V_AMX ? !is_dense(x, width) : !lies_well(x, width, n);
 #if V_AMX
     copies |= !amx_fit(from, x->row);
@@ -355,11 +375,24 @@ INLINE const char *rows_as_pairs(const fa_array *x, const row_block *rows, int64
     EACH_KEY(x, rows, first, n, j, row)
     {
         char *to = (char *)copy + j * *row_bytes;
-        memcpy(to, row, width * 2);
+        if (x->dtype == FA_I8) widen_to_bf16(row, width, power_of(scale_of(scale, rows, first + j)), to);
+        else memcpy(to, row, width * 2);
         memset(to + width * 2, 0, (padded - width) * 2);
     }
     memset((char *)copy + n * *row_bytes, 0, (whole - n) * *row_bytes);
     return (const char *)copy;
+}
+
+/* Values [first, first + n) in bfloat16: key_rows or, of int8, scaled and rounded. */
+INLINE const char *values_in_bf16(const fa_attention_args *a, const row_block *rows, int64_t first, int64_t n,
+                                  void *copy, int64_t *row_bytes)
+{
+    const int64_t width = a->head_dim_v;
+    if (a->v.dtype == FA_BF16) return key_rows(&a->v, rows, first, n, width, copy, row_bytes);
+    *row_bytes = width * 2;
+    EACH_KEY(&a->v, rows, first, n, j, from)
+    widen_to_bf16(from, width, scale_of(&a->v_scale, rows, first + j), (char *)copy + j * *row_bytes);
+    return copy;
 }
 
 /* Pairs of n rows of bfloat16 as sums over rows read them, padded_v(width) lanes each: by tiles transposed, of each
@@ -416,13 +449,17 @@ INLINE void load_block(const fa_attention_args *a, const row_block *rows, int fo
         block->v += skip * block->v_row;
         return;
     }
-    block->k = rows_as_pairs(&a->k, rows, first, n, width, there, k, &block->k_row);
+    if (a->k.dtype == FA_I8) { /* what is not in the copy already */
+        load_key_scales(&a->k_scale, rows, block->first, block->n, scratch->k_scale);
+        for (int64_t j = 0; j < block->n; j++) scratch->k_scale[j] /= power_of(scratch->k_scale[j]);
+    }
+    block->k = rows_as_pairs(&a->k, &a->k_scale, rows, first, n, width, there, k, &block->k_row);
     block->k += skip * block->k_row;
     if (a->stats.second_pass) return;
     block->v_row = padded_v(width_v) * (int64_t)sizeof(lane), block->v = (const char *)v + skip / 2 * block->v_row;
     if (there) return;
     int64_t v_row;
-    const char *values = key_rows(&a->v, rows, first, n, width_v, scratch->listed, &v_row);
+    const char *values = values_in_bf16(a, rows, first, n, scratch->listed, &v_row);
     pair_rows(values, v_row, n, width_v, v);
 }
 

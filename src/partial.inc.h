@@ -8,7 +8,7 @@
  * number. The last fields are there if statistics are asked for.
  *
  * Exports   partial, partial_at, partial_from, row_top; partial_begin_merging, partial_merge, partial_end_merging;
- *           takes_pairs, partial_finish, transposed_finish. */
+ *           takes_pairs, tile_takes_pairs, partial_finish, transposed_finish. */
 #pragma once
 #include "statistics.inc.h"
 
@@ -142,16 +142,22 @@ static v_t finish_sums(const fa_attention_args *a, const row_block *rows, row_id
     return a->dropout > 0 ? factor * v_splat((lane)(1 / (1 - a->dropout))) : factor;
 }
 
-/* Whether the tile kernel takes products of bfloat16 pairs. */
+/* Whether products of q and k are of bfloat16 pairs. */
 INLINE int takes_pairs(const fa_attention_args *a)
 {
     return V_BF16_DOT && a->q.dtype == FA_BF16 && a->k.dtype == FA_BF16;
 }
 
+/* Whether products of the tile kernel are: of int8, too, whose integers bfloat16 holds exactly. */
+INLINE int tile_takes_pairs(const fa_attention_args *a)
+{
+    return takes_pairs(a) || (V_BF16_DOT && a->q.dtype == FA_BF16 && a->k.dtype == FA_I8);
+}
+
 /* Sinks, normalisation, conversion: writes out, lse and statistics of the block's rows. */
 static void partial_finish(const fa_attention_args *a, const row_block *rows, const partial *part)
 {
-    const int pairs = takes_pairs(a) && a->out.dtype == FA_BF16;
+    const int pairs = tile_takes_pairs(a) && a->out.dtype == FA_BF16;
     v_t factor = v_splat(0);
     EACH_ROW(rows, r, id) {
         if (r % LANES == 0) factor = finish_sums(a, rows, id, r, part);

@@ -201,7 +201,7 @@ INLINE int score_keys_as(const fa_selection_args *call, const fa_selection_plan 
     for (int64_t j0 = begin; j0 < end; j0 += BLOCK_K) {
         const int64_t n = smaller(BLOCK_K, end - j0);
         outer_product product = {.pitch = BLOCK_Q, .factor = 1};
-        product.x = bf16 ? rows_as_pairs(&a->k, &keys, j0, n, a->head_dim, 0, scratch->k, &product.x_row)
+        product.x = bf16 ? rows_as_pairs(&a->k, NULL, &keys, j0, n, a->head_dim, 0, scratch->k, &product.x_row)
                          : rows_as_lanes(&a->k, &a->k_scale, &keys, j0, n, a->head_dim, 0, scratch->k, &product.x_row);
         product.depth = bf16 ? padded_k(a->head_dim) / 2 : a->head_dim;
         const int64_t pieces = ceil_div(n, step), all = plan->tiles * pieces;

@@ -99,7 +99,7 @@ static void attention_plan(const fa_attention_args *a, int threads, fa_plan *pla
     plan->kind = FORM_OF(a) != OF_BYTES && n_rows <= FEW_ROWS && a->len_k > a->len_q ? FA_FEW_ROWS : FA_TILE;
     plan->block_q = plan->kind == FA_FEW_ROWS ? FEW_ROWS : BLOCK_Q;
     plan->block_k = BLOCK_K;
-    plan->bf16_dot = plan->kind == FA_TILE && takes_pairs(a);
+    plan->bf16_dot = plan->kind == FA_TILE && tile_takes_pairs(a);
     /* A tile whose keys fit one split is not split: tile_finish writes from the accumulators, a third faster at 32 tokens
      * of 32 dimensions. */
     const int split = n_rows <= plan->block_q && (plan->kind == FA_FEW_ROWS || a->len_k > SPLIT_K);

@@ -132,7 +132,8 @@ def _conversions(args: AttentionArgs, plan: dict[str, Any], gathers: str) -> Ite
             elif x.itemsize > 1:
                 yield f"{name} rounded, {x.size / 2**20:.3g} MB: {x.dtype} to int8"
         elif x.itemsize == 1:
-            yield f"{name} widened and scaled, block by block: int8 to {lane_dtype(args.q.dtype)}"
+            wide = "bfloat16" if dotted else lane_dtype(args.q.dtype)
+            yield f"{name} widened and scaled, block by block: int8 to {wide}"
         elif x.itemsize == 2 and not dotted:
             yield f"{name} widened, block by block: {x.dtype} to float32"
         elif name == "v" and dotted:

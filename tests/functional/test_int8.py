@@ -3,10 +3,9 @@
 import inspect
 import re
 
-import ml_dtypes
 import numpy as np
 import pytest
-from implementations import each_isa
+from implementations import each_isa, forced, has_pairs
 from int8_inputs import arguments_of, inputs, widened
 from oracle import assert_same_bits, check, expect
 
@@ -98,9 +97,10 @@ ODD = [np.nan, np.inf, -np.inf, 0, -0.01, 1e-45, 1e-38, 2e36, 3e38]
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @every_shape
-def test_odd_scales_where_hidden_never_show(shape, name, odd, implementation):
-    q, int8, k, v = inputs(shape, "float32")
+def test_odd_scales_where_hidden_never_show(shape, dtype, name, odd, implementation):
+    q, int8, k, v = inputs(shape, dtype)
     hidden = np.random.default_rng(3).random((shape.len_q, shape.len_k)) < 0.3
     hidden[:, [2, 64, 70]] = True
     expected = expect(q, k, v, mask=~hidden)
@@ -119,27 +119,34 @@ def test_odd_scales_where_hidden_never_show(shape, name, odd, implementation):
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @every_shape
-def test_odd_scales_where_attended_mean_what_they_say(shape, masked, name, odd, implementation):
-    q, int8, _, _ = inputs(shape, "float32")
-    q *= np.float32(1e-3 if abs(odd) > 1 else 1)
+def test_odd_scales_where_attended_mean_what_they_say(shape, dtype, masked, name, odd, implementation):
+    q, int8, _, _ = inputs(shape, dtype)
+    q = (q * (1e-3 if abs(odd) > 1 else 1)).astype(q.dtype)
     int8[name][..., 5] = odd
     k, v = (widened(int8[x], int8[f"{x}_scale"]) for x in "kv")
     mask = np.random.default_rng(3).random((shape.heads_q, shape.len_q, shape.len_k)) < 0.8
     arguments = {"mask": mask} if masked else {}
-    got, expected = attention(q, int8, **arguments), attention(q, {"k": k, "v": v}, **arguments)
+    got = [x.astype(np.float32) for x in attention(q, int8, **arguments)]
+    expected = attention(q.astype(np.float32), {"k": k, "v": v}, **arguments)
     for x, y in zip(got, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6 * np.abs(y[np.isfinite(y)]).max(initial=0))
+        if dtype == "float32":
+            bounds = {"rtol": 1e-4, "atol": 1e-6 * np.abs(y[np.isfinite(y)]).max(initial=0)}
+        else:  # probabilities and values are rounded, too
+            bounds = {"rtol": 2e-2, "atol": 2**-9 * np.abs(v[np.isfinite(v) & (np.abs(v) < 1e30)]).max()}
+        np.testing.assert_allclose(x, y, **bounds)
 
 
-def test_large_queries_do_not_overflow_before_scores_do(implementation):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_queries_do_not_overflow_before_scores_do(dtype, implementation):
     """q @ k would, in integers; q @ (k * k_scale) does not."""
     for shape in (DECODE, PREFILL):
-        q, int8, _, _ = inputs(shape, "float32")
-        q = (q / np.abs(q).max() * np.float32(2e37)).astype(np.float32)
+        q, int8, _, _ = inputs(shape, dtype)
+        q = (q.astype(np.float32) / np.abs(q).max() * np.float32(2e37)).astype(q.dtype)
         int8["k_scale"] = int8["k_scale"] * np.float32(1e-37)
         k, v = (widened(int8[x], int8[f"{x}_scale"]) for x in "kv")
-        check(attention(q, int8), expect(q, k, v))
+        check(attention(q, int8), expect(q, k, v), telling=dtype == "float32")
 
 
 @every_shape
@@ -189,10 +196,13 @@ def test_explain():
 
 
 @each_isa
-def test_queries_in_bfloat16_take_no_bfloat16_products(isa):
+def test_queries_in_bfloat16_take_products_of_pairs_as_bfloat16_keys_do(isa):
     q, int8, _, _ = inputs(PREFILL, "bfloat16")
-    assert q.dtype == ml_dtypes.bfloat16
-    assert not fastattn.explain(q, **int8)["bf16_dot"]
+    wide = "bfloat16" if has_pairs(isa) else "float32"
+    with forced(isa):
+        found = fastattn.explain(q, **int8)
+    assert found["bf16_dot"] == has_pairs(isa)
+    assert f"k widened and scaled, block by block: int8 to {wide}" in found["conversions"]
 
 
 Q, INT8, K, V = inputs(Shape("", 2, 4, 2, 3, 5, 8), "float32")
