@@ -140,10 +140,11 @@ def attention(
         rows of others are rounded first. ``explain(...)["int8_products"]`` tells whether it can; else nothing
         changes. Excludes dropout and pages of floats.
     block_table : array_like of int, (..., n), optional
-        Keys and values in pages: k is (pages, heads_kv, page, head_dim) and v has the same layout, with any strides, and
-        key j of a sequence is row ``j % page`` of page ``block_table[..., j // page]``. Sequences may share
-        pages. Then ``len_k = n * page``, and scales are (pages, heads_kv, page). Entries of pages that no
-        query attends by `kv_lengths`, `window`, `causal` or `row_ranges` are not read and may hold anything.
+        Keys and values in pages: k is (pages, heads_kv, page, head_dim), v (pages, heads_kv, page,
+        head_dim_v), with any strides, and key j of a sequence is row ``j % page`` of page
+        ``block_table[..., j // page]``. Sequences may share pages. Then ``len_k = n * page``, and scales are
+        (pages, heads_kv, page). Entries of pages that no query attends by `kv_lengths`, `window`, `causal` or
+        `row_ranges` are not read and may hold anything.
     dropout : float, default 0.0
         In [0, 1): each probability becomes 0 with this probability, and the others are divided by
         ``1 - dropout``. Does not affect lse and `stats`.
@@ -204,11 +205,11 @@ def attention(
     included, never affect a result; NaN that a query attends does.
 
     int8 keys and values are widened in blocks of 64, or in registers for few query rows. The result has the
-    error of float32, for bfloat16 queries of bfloat16, on the widened arrays. Rounding k by up to ``abs(k_scale) / 2`` and v by up to
-    ``abs(v_scale) / 2`` changes, over the keys that a query attends and with
-    ``e = abs(scale) * abs(q).sum() * abs(k_scale).max() / 2``: scores and lse by at most e, an element of the
-    result by at most ``abs(v_scale).max() / 2 + tanh(e / 2) * (v.max() - v.min())``, v that element of the
-    values. Softcap, biases, ALiBi and masks keep this bound; a sink counts as a value of 0.
+    error of float32 on the widened arrays, and for bfloat16 queries that of bfloat16. Rounding k by up to
+    ``abs(k_scale) / 2`` and v by up to ``abs(v_scale) / 2`` changes, over the keys that a query attends and
+    with ``e = abs(scale) * abs(q).sum() * abs(k_scale).max() / 2``: scores and lse by at most e, an element
+    of the result by at most ``abs(v_scale).max() / 2 + tanh(e / 2) * (v.max() - v.min())``, v that element of
+    the values. Softcap, biases, ALiBi and masks keep this bound; a sink counts as a value of 0.
 
     With ``products="int8"``, each query is rounded as well, by up to ``abs(q).max() / 254``. Each probability
     times its v_scale is rounded by up to 1/510 (1/254 on Arm) of the largest probability times the largest
