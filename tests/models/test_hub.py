@@ -100,11 +100,11 @@ def towers(folder):
     (folder / "modules.json").write_text(json.dumps([module]))
 
 
-def test_adapters_in_files_of_their_own_are_refused(tmp_path):
+def test_adapters_in_separate_files_are_refused(tmp_path):
     tiny.write(tmp_path, "jina_embeddings_v3")
     (tmp_path / "separation").mkdir()
     (tmp_path / "separation/adapter_config.json").write_text("{}")
-    with pytest.raises(models.ModelError, match=r"separation.adapter_config.json: an adapter in a file"):
+    with pytest.raises(models.ModelError, match=r"separation.adapter_config.json: an adapter in a separate file"):
         models.load(tmp_path)
 
 
