@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FAMILIES = {path.stem for path in (ROOT / "src/families").glob("*.c")} - {"integers"}  # `generic` lacks integers
+# Families of kernels that `generic` has.
+FAMILIES = {path.stem for path in (ROOT / "src/families").glob("*.c")} - {"integers"}
 KERNELS = {f"generic_{lane}/{family}" for lane in ("f32", "f64") for family in FAMILIES}
 LAYER, COMMON = {"layer/_core"}, {"common/cpu", "common/dispatch", "common/lists"}
 COMPILER = """#!/bin/sh

@@ -104,7 +104,8 @@ def test_adapters_in_separate_files_are_refused(tmp_path):
     tiny.write(tmp_path, "jina_embeddings_v3")
     (tmp_path / "separation").mkdir()
     (tmp_path / "separation/adapter_config.json").write_text("{}")
-    with pytest.raises(models.ModelError, match=r"separation.adapter_config.json: an adapter in a separate file"):
+    message = r"separation.adapter_config.json: an adapter in a separate file"
+    with pytest.raises(models.ModelError, match=message):
         models.load(tmp_path)
 
 
