@@ -2,9 +2,9 @@
 
     python -m bench measure WHAT [--isa ISA] [--dtype D]
 
-WHAT is peak, strided, padding, decode, int8, layer, step, select, selected or blocks.
+WHAT is peak, strided, padding, decode, int8, caches, layer, step, select, selected or blocks.
 
-Each time is the shortest of many, in CPU time of the thread; of int8 in all threads, by the clock.
+Each time is the shortest of many, in CPU time of the thread; of int8 and caches in all threads, by the clock.
 The limit or the counterpart that it is compared with is measured in the same seconds.
 """
 
@@ -123,6 +123,29 @@ def int8(dtype: str) -> None:
             times = ", ".join(f"{1e3 * seconds:.2f}" for seconds in each)
             shape = (heads, heads_kv, len_q, len_k, d)
             print(shape, "causal:" if causal else "no mask:", f"{times}; {each[1] / each[3]:.2f}", flush=True)
+
+
+def caches(dtype: str) -> None:
+    """One token after 8,000 others, of caches in 16, 8 and 4 bits; and 512 queries against 4,096 keys."""
+    kinds = ("bfloat16", "int8", "int4")
+    one = ((1, 32, 32, 1, 8000, 64), (1, 32, 32, 1, 8000, 128), (1, 32, 8, 1, 8000, 128))
+    print(f"queries in {dtype}; batch, heads, heads_kv, len_q, len_k, head_dim: ms of caches in", *kinds)
+    print("int8 / int4, in the median of interleaved rounds; gigabytes a second of int4")
+    for b, heads, heads_kv, len_q, len_k, d in (*one, (1, 8, 8, 512, 4096, 64)):
+        q = normal((b, heads, len_q, d), dtype)
+        k, v = (normal((b, heads_kv, len_k, d), "float32", seed) for seed in (1, 2))
+        held = {kind: KVCache(len_k, kind).append(k, v)._asdict() for kind in kinds}
+        times: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for _ in range(30):
+            for kind, arrays in held.items():
+                begin = time.perf_counter()
+                fastattn.attention(q, **arrays)
+                times[kind].append(time.perf_counter() - begin)
+        int8, int4 = np.array(times["int8"]), np.array(times["int4"])
+        read = (held["int4"]["k"].nbytes + held["int4"]["v"].nbytes) / int4.min() / 1e9
+        each = ", ".join(f"{1e3 * min(values):.2f}" for values in times.values())
+        shape = (b, heads, heads_kv, len_q, len_k, d)
+        print(shape, f"{each}; {np.median(int8 / int4):.2f}; {read:.1f}", flush=True)
 
 
 def timed(program: Any, inside: list[float]) -> Any:
@@ -312,7 +335,8 @@ def blocks(dtype: str) -> None:
 def main(words: list[str]) -> None:
     """Parse the command line and measure."""
     measures = {
-        f.__name__: f for f in (peak, strided, padding, decode, int8, layer, step, select, selected, blocks)
+        f.__name__: f
+        for f in (peak, strided, padding, decode, int8, caches, layer, step, select, selected, blocks)
     }
     parser = argparse.ArgumentParser(
         prog="python -m bench measure", description=(__doc__ or "").splitlines()[0]

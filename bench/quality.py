@@ -230,17 +230,32 @@ def to_blocks(kept: dict[str, Any] | None, q: np.ndarray, k: np.ndarray, v: np.n
     return functional.selected_attention(q, k, v, lists, block_size=64, causal=True)
 
 
-def rounded_first(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> np.ndarray:
-    """Attention to a cache in int8."""
-    cached = KVCache(dtype="int8").append(k[None], v[None])._asdict()
+def rounded_first(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: str = "int8", **options: Any
+) -> np.ndarray:
+    """Attention to a cache."""
+    cached = KVCache(dtype=dtype).append(k[None], v[None])._asdict()
     return fastattn.attention(q[None], **cached, **options)[0]
 
 
-# Ways to attend with int8.
+def token_by_token(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool = False, dtype: str = "int4"
+) -> np.ndarray:
+    """The same, each query in a call of one token."""
+    cached, n = KVCache(dtype=dtype).append(k[None], v[None]), q.shape[1]
+    ends = np.arange(1, n + 1) if causal else n
+    each = fastattn.attention(q.swapaxes(0, 1)[:, :, None], cached.k, cached.v, kv_lengths=ends)
+    return each[:, :, 0].swapaxes(0, 1)
+
+
+# Ways to attend with few bits.
 ROUNDED: dict[str, Any] = {
+    "a cache in bfloat16": partial(rounded_first, dtype="bfloat16"),
     "a cache in int8": rounded_first,
     "a cache in int8, products of int8": partial(rounded_first, products="int8"),
     "arrays, products of int8": partial(fastattn.attention, products="int8"),
+    "a cache in int4": partial(rounded_first, dtype="int4"),
+    "a cache in int4, token by token": token_by_token,
 }
 
 

@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         option("--seed", type=natural, metavar="N", help="random seed (a new one)")
         option("--stop", action="append", metavar="TEXT", help="stop before this text; repeatable")
         text = "type of cached keys and values (--dtype)"
-        option("--cache-dtype", choices=("int8", "bfloat16", "float16"), help=text)
+        option("--cache-dtype", choices=("int8", "int4", "bfloat16", "float16"), help=text)
         text = "several tokens per step in repetitive text; the answer stays the same"
         option("--speculate", choices=("lookup",), help=text)
 

@@ -356,6 +356,7 @@ static void tile_finish(const fa_attention_args *a, const tile_scratch *scratch,
     scale_maxima(tile);
     const partial sums = {.row_max = tile->row_max, .row_sum = tile->row_sum, .row_log = tile->row_log};
     if (tile->fresh) memset(tile->ot, 0, a->head_dim_v * BLOCK_Q * sizeof(lane));
+    if (a->v.dtype == FA_I4) hadamard_columns(a->head_dim_v, BLOCK_Q, tile->ot);
     transposed_finish(a, &tile->rows, &sums, tile->ot);
 }
 
@@ -397,7 +398,7 @@ INLINE fetched_rows keys_after(const fa_attention_args *a, const row_block *rows
     const int64_t j0 = first + i * BLOCK_K / parts, stop = smaller(first + (i + 1) * BLOCK_K / parts, last);
     int64_t n = 0;
     for (int64_t j = j0; j < stop; j++) row[n++] = at_key(&a->k, rows, j), row[n++] = at_key(&a->v, rows, j);
-    return (fetched_rows){row, n, 0, larger(a->head_dim, a->head_dim_v) * dtype_size(a->k.dtype)};
+    return (fetched_rows){row, n, 0, row_size(a->k.dtype, larger(a->head_dim, a->head_dim_v))};
 }
 
 /* The states of the tiles of rows `all` over keys [key_begin, key_end), left in scratch->tiles: for tile_end. */

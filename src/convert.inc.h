@@ -1,13 +1,19 @@
 /* Rows of any dtype to and from lanes.
  *
  * Literals  dtype, in INLINE functions alone: the lane type, FA_I8 or, with float lanes, FA_F16 or FA_BF16.
- * Exports   dtype_size, WITH_DTYPE; v_load_part, v_store_part, v_load_as, v_load_as_n, v_load_as_part, v_store_as_part,
+ * Exports   dtype_size, row_size, WITH_DTYPE; v_load_part, v_store_part, v_load_as, v_load_as_n, v_load_as_part, v_store_as_part,
  *           v_store_two_as_part, v_store_pairs_as_part; load_element, load_row, add_row, store_row, store_row_pairs, round_row, round_row_as, row_finite,
  *           prefetch_rows. */
 #pragma once
-#include "basics.inc.h"
+#include "int4.inc.h"
 
 INLINE int64_t dtype_size(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : dtype == FA_I8 ? 1 : 2; }
+
+/* Bytes of n numbers in a row; of FA_I4, whole blocks. */
+INLINE int64_t row_size(fa_dtype dtype, int64_t n)
+{
+    return dtype == FA_I4 ? n / I4_BLOCK * I4_BYTES : n * dtype_size(dtype);
+}
 
 /* WITH_DTYPE(dtype, name, call): the call, in which `name` is dtype as a literal. */
 #define WITH_DTYPE(dtype, name, ...)                                                                                   \
@@ -115,6 +121,7 @@ static void load_row(fa_dtype dtype, const char *src, int64_t n, lane factor, la
     case FA_F16: load_row_as(FA_F16, src, n, factor, dst); break;
     case FA_BF16: load_row_as(FA_BF16, src, n, factor, dst); break;
     case FA_I8: load_row_as(FA_I8, src, n, factor, dst); break;
+    case FA_I4: load_row_i4(src, n, factor, dst); break;
     default: load_row_as(LANE_DTYPE, src, n, factor, dst);
     }
 }

@@ -269,7 +269,7 @@ class Fill:
                 types = f"{self.sizes[own]}.dtype, lane"
                 yield f"_set_gradient(tables, &{to}, {what}, {types}, {', '.join(axes)})"
             elif elements == "rows":
-                axes += [f"{args}.{scale} is not None"] * bool(scale)
+                axes += [f"{args}.{scale} is not None", "True"] * bool(scale)
                 yield f"tables.set_rows(&{to}, {what}, {', '.join(axes)})"
             else:
                 if elements == "float":

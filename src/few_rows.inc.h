@@ -2,7 +2,8 @@
  * (accumulators) on the lanes. It reads K and V once, at the speed of the memory, and computes next to nothing.
  *
  *     for each block of keys that some row attends:
- *         s (rows, keys) = dot products of whole vectors, summed LANES at a time     narrow keys are widened on the way
+ *         s (rows, keys) = dot products of whole vectors, summed LANES at a time     narrow keys are widened on the way;
+ *                                                                                    FA_I4: few_int4.inc.h, and below
  *         int8: s = s times the scales of the keys, and below, p V = (p times the scales of the values) V
  *         s = modifiers and masks of s                                              modifiers.inc.h, keys on the lanes
  *         p, m, l = online softmax of s, row by row
@@ -16,6 +17,7 @@
 #include "nonfinite.inc.h"
 #include "sigmoid.inc.h"
 #include "philox.inc.h"
+#include "few_int4.inc.h"
 
 #define FEW_ROWS 8 /* most rows per KV head of this kernel, which also wants len_k > len_q (attention_plan) */
 #define FEW_NV 4   /* 4 rows x 4 vectors of accumulators fit 32 registers */
@@ -29,6 +31,7 @@ typedef struct {
     lane *scale;               /* (BLOCK_K): of int8 keys, then of their values */
     char *listed_k, *listed_v; /* (BLOCK_K, head_dim), (BLOCK_K, head_dim_v), in their dtype: rows that blocks name */
     int64_t depth;
+    few_int4 int4;
     philox_key drop;
 } few_scratch;
 
@@ -40,8 +43,9 @@ static int64_t cut_few_scratch(arena *from, const fa_attention_args *a, few_scra
     CUT_LANES(from, BLOCK_K * a->head_dim_v, &scratch->v);
     CUT_LANES(from, FEW_ROWS, &scratch->base, &scratch->factor);
     CUT_LANES(from, BLOCK_K, &scratch->scale);
-    CUT(from, scratch->listed_k, a->k.blocks ? BLOCK_K * a->head_dim * dtype_size(a->k.dtype) : 0);
-    CUT(from, scratch->listed_v, a->v.blocks ? BLOCK_K * a->head_dim_v * dtype_size(a->v.dtype) : 0);
+    CUT(from, scratch->listed_k, a->k.blocks ? BLOCK_K * row_size(a->k.dtype, a->head_dim) : 0);
+    CUT(from, scratch->listed_v, a->v.blocks ? BLOCK_K * row_size(a->v.dtype, a->head_dim_v) : 0);
+    cut_few_int4(from, a, FEW_ROWS, &scratch->int4);
     cut_rows(from, FEW_ROWS, rows);
     return from->used;
 }
@@ -291,7 +295,7 @@ INLINE const lane *scaled_probs(const row_block *rows, int64_t n, const few_scra
 
 /* A run of keys, one block at most. */
 INLINE void few_block(const fa_attention_args *a, fa_dtype dtype, const modifiers *mods, const row_block *rows,
-                      key_run run, const few_scratch *scratch, const partial *part)
+                      key_run run, few_scratch *scratch, const partial *part)
 {
     const int64_t j0 = run.j0, n = run.n, width = a->head_dim_v, size = dtype_size(dtype);
     block_kind kind = range_kind(rows, j0, n);
@@ -299,10 +303,14 @@ INLINE void few_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     if (kind & BLOCK_EMPTY) return;
     const score_tile scores = {rows, NULL, j0, n, kind, scratch->s, scratch->add};
 
-    const int gathers = a->k.blocks && a->k.block_size < FEW_RUN, fetches = !gathers && !a->stats.second_pass;
+    const int gathers = dtype != FA_I4 && a->k.blocks && a->k.block_size < FEW_RUN;
+    const int fetches = !gathers && !a->stats.second_pass;
     key_runs runs;
     few_score_product product = {.k_row = a->k.row, .head_dim = a->head_dim, .depth = scratch->depth, .q = scratch->q};
-    if (gathers) {
+    if (dtype == FA_I4) {
+        runs.n = 0;
+        int4_scores(a, rows, j0, n, &scratch->int4, scratch->s);
+    } else if (gathers) {
         prefetch_keys(&a->v, rows, j0, n, width);
         runs.n = 1, runs.end[0] = n, runs.ahead[0] = NULL;
         runs.k[0] = key_rows(&a->k, rows, j0, n, a->head_dim, scratch->listed_k, &product.k_row);
@@ -329,8 +337,9 @@ INLINE void few_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     bad.n = 0; /* an initialiser would clear all of it, which shows in the time of a block */
     uint8_t attends[BLOCK_K][FEW_ROWS];
     if (dtype == FA_I8) find_odd_scales(a, rows, j0, n, scratch, &bad); /* the integers themselves are finite */
+    else if (dtype == FA_I4) int4_value_scales(n, &scratch->int4, &bad);
     else if (hides(kind)) find_bad_rows(dtype, runs.v[0], v_row, n, width, &bad);
-    if (dtype != FA_I8 && bad.n) {
+    if (dtype != FA_I8 && dtype != FA_I4 && bad.n) {
         copy_good_rows(&bad, runs.v[0], v_row, n, width * size, (char *)scratch->v);
         runs.v[0] = (const char *)scratch->v, v_row = width * size;
     }
@@ -353,17 +362,20 @@ INLINE void few_block(const fa_attention_args *a, fa_dtype dtype, const modifier
     if (dtype == FA_I8) values.probs = scaled_probs(rows, n, scratch, scratch->add); /* which is free by now */
     values.acc = part->acc, values.acc_row = part->acc_row;
     values.ahead_row = a->k.row, values.ahead_bytes = a->head_dim * size;
-    if (gathers) prefetch_keys(&a->k, rows, j0 + n, smaller(n, a->len_k - j0 - n), a->head_dim);
+    if (dtype == FA_I4) int4_values(a, rows, j0, n, &scratch->int4, scratch->s, alpha, part->acc, part->acc_row);
+    else {
+        if (gathers) prefetch_keys(&a->k, rows, j0 + n, smaller(n, a->len_k - j0 - n), a->head_dim);
 #define VALUES(nr) few_accumulate(dtype, nr, &values, r)
-    IN_FOURS_TWOS_ONES(rows, r, VALUES);
+        IN_FOURS_TWOS_ONES(rows, r, VALUES);
 #undef VALUES
+    }
     for (int64_t i = 0; i < bad.n; i++)
         for (int64_t r = 0; r < rows->n; r++) {
             const char *v = at_key(&a->v, rows, j0 + bad.row[i]);
             const lane prob = scratch->s[r * BLOCK_K + bad.row[i]],
                        scale = scale_of(&a->v_scale, rows, j0 + bad.row[i]);
             for (int64_t d = 0; d < width && attends[i][r]; d++)
-                part->acc[r * part->acc_row + d] += prob * (load_element(dtype, v + d * size) * scale);
+                part->acc[r * part->acc_row + d] += prob * (load_value(dtype, v, d) * scale);
         }
 }
 
@@ -380,6 +392,7 @@ INLINE void few_attend_as(const fa_attention_args *a, fa_dtype dtype, row_block 
         lane *q = scratch->q + r * scratch->depth;
         for (int64_t d = a->head_dim; d < scratch->depth; d++) q[d] = 0;
         load_row(a->q.dtype, at_row(&a->q, rows, id), a->head_dim, mods.q_factor * q_share, q);
+        if (dtype == FA_I4) int4_query(&scratch->int4, r, q);
         if (a->stats.second_pass) continue;
         part->row_max[r] = a->sigmoid ? 0 : -INFINITY;
         part->row_sum[r] = 0;
@@ -397,5 +410,6 @@ static void few_attend(const fa_attention_args *a, row_block *rows, int64_t key_
                        few_scratch *scratch, const partial *part)
 {
     if (a->k.dtype == FA_I8) few_attend_as(a, FA_I8, rows, key_begin, key_end, scratch, part);
+    else if (a->k.dtype == FA_I4) few_attend_as(a, FA_I4, rows, key_begin, key_end, scratch, part);
     else WITH_DTYPE(a->k.dtype, dtype, few_attend_as(a, dtype, rows, key_begin, key_end, scratch, part));
 }

@@ -2,13 +2,19 @@
  * attend some key, 0 takes their place, and they are added at the end to those rows that attend them.
  *
  * Literals  dtype: of V. fused: 1 if only a sum is rounded, 0 if its product is, too.
- * Exports   bad_rows, find_bad_rows, find_bad_rows_of, copy_good_rows, gather_values, add_bad_value. */
+ * Exports   bad_rows, load_value, find_bad_rows, find_bad_rows_of, copy_good_rows, gather_values, add_bad_value. */
 #pragma once
 #include "scales.inc.h"
 
 typedef struct {
     int64_t row[BLOCK_K], n;
 } bad_rows;
+
+/* Element d of a row of V that is not finite: of blocks of 4 bits, all of it. */
+INLINE lane load_value(fa_dtype dtype, const char *v, int64_t d)
+{
+    return dtype == FA_I4 ? NAN : load_element(dtype, v + d * dtype_size(dtype));
+}
 
 /* Which of n rows of V are not finite. */
 INLINE void find_bad_rows(fa_dtype dtype, const char *v, int64_t v_row, int64_t n, int64_t width, bad_rows *bad)
@@ -57,8 +63,8 @@ INLINE void add_bad_value(const fa_attention_args *a, int nv, int fused, const r
 {
     const char *v = at_key(&a->v, rows, key);
     const lane scale = scale_of(&a->v_scale, rows, key);
-    for (int64_t d = 0; d < a->head_dim_v; d++, v += dtype_size(a->v.dtype)) {
-        const v_t value = v_splat(load_element(a->v.dtype, v) * scale);
+    for (int64_t d = 0; d < a->head_dim_v; d++) {
+        const v_t value = v_splat(load_value(a->v.dtype, v, d) * scale);
         for (int u = 0; u < nv; u++) {
             lane *to = ot + d * BLOCK_Q + u * LANES;
             const v_t prob = v_load(probs + u * LANES), old = v_load(to);

@@ -191,6 +191,7 @@ static void load_queries(const fa_attention_args *a, const row_block *rows, int 
     char *first = at_row(&a->q, rows, first_row(rows));
     EACH_ROW(rows, r, id) q_row[r] = at_nth_row(&a->q, rows, first, r, id);
     transpose_rows(a->q.dtype, bf16, q_row, BLOCK_Q, a->head_dim, factor, BLOCK_Q, qt);
+    if (a->hadamard || a->k.dtype == FA_I4) hadamard_columns(a->head_dim, BLOCK_Q, qt);
     if (!bf16) return;
     const int64_t depth = ceil_div(a->head_dim, 2);
     memset(qt + depth * BLOCK_Q, 0, (padded_k(a->head_dim) / 2 - depth) * BLOCK_Q * sizeof(lane));
@@ -201,7 +202,6 @@ static void load_byte_queries(const fa_attention_args *a, lane factor, tile_stat
 {
     const v_t magic = v_splat(EXP_ROUND), least = v_splat(LANE_MIN * 64); /* 127 / least is finite */
     load_queries(a, &tile->rows, OF_LANES, factor, tile->qt);
-    if (a->hadamard) hadamard_columns(a->head_dim, BLOCK_Q, tile->qt);
     for (int64_t r = 0; r < BLOCK_Q; r += LANES) {
         v_t most = least, zero = v_splat(0), sum = v_splat(0); /* zero becomes NaN, as in row_finite */
         for (int64_t d = 0; d < a->head_dim; d++) {
@@ -288,15 +288,14 @@ INLINE block_kind load_additive(const fa_attention_args *a, const tile_state *ti
     return kind | range | BLOCK_ADDS;
 }
 
-INLINE int is_dense(const fa_array *x, int64_t width) { return x->row == width * dtype_size(x->dtype); }
+INLINE int is_dense(const fa_array *x, int64_t width) { return x->row == row_size(x->dtype, width); }
 
 /* Whether n rows of `width` are read where they lie as fast as from a copy: if they are dense, or spread over the sets of
  * the first-level cache, which repeat after 4096 bytes and hold 8 lines at least. Of a short sequence, which few tiles
  * read, 16 rows in a set gain 7 to 40% on a Zen 3; 32 lose 6%, and of a whole block 64 lose 15%. */
 INLINE int lies_well(const fa_array *x, int64_t width, int64_t n)
 {
-    const int64_t bytes = larger(1, width * dtype_size(x->dtype)), past = x->row & 4095,
-                  near = smaller(past, 4096 - past);
+    const int64_t bytes = larger(1, row_size(x->dtype, width)), past = x->row & 4095, near = smaller(past, 4096 - past);
     /* Places in the sets: those that steps reach before they come round, if n rows drift over so many. */
     const int64_t reached = smaller(past ? 4096 / larger(64, past & -past) : 1, 1 + n * near / bytes);
     const int64_t places = smaller(4096 / bytes, reached);

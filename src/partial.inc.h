@@ -11,6 +11,7 @@
  *           takes_pairs, tile_takes_pairs, partial_finish, transposed_finish. */
 #pragma once
 #include "statistics.inc.h"
+#include "hadamard.inc.h"
 
 typedef struct {
     lane *row_max, *row_sum, *acc;
@@ -161,7 +162,8 @@ static void partial_finish(const fa_attention_args *a, const row_block *rows, co
     v_t factor = v_splat(0);
     EACH_ROW(rows, r, id) {
         if (r % LANES == 0) factor = finish_sums(a, rows, id, r, part);
-        const lane *acc = part->acc + r * part->acc_row;
+        lane *acc = part->acc + r * part->acc_row;
+        if (a->v.dtype == FA_I4) hadamard_row(a->head_dim_v, acc);
         char *out = at_row(&a->out, rows, id);
         if (pairs) store_row_pairs(acc, a->head_dim_v, factor[r % LANES], out); /* as store_square rounds */
         else store_row(a->out.dtype, acc, a->head_dim_v, factor[r % LANES], out);

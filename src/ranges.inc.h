@@ -87,7 +87,7 @@ INLINE const char *key_rows(const fa_array *x, const row_block *rows, int64_t fi
 {
     *row_bytes = x->row;
     if (in_a_row(x, first, n)) return at_key(x, rows, first);
-    *row_bytes = width * dtype_size(x->dtype);
+    *row_bytes = row_size(x->dtype, width);
     EACH_KEY(x, rows, first, n, j, from) memcpy((char *)copy + j * *row_bytes, from, (size_t)*row_bytes);
     return copy;
 }
@@ -95,9 +95,12 @@ INLINE const char *key_rows(const fa_array *x, const row_block *rows, int64_t fi
 /* Asks for these rows. */
 INLINE void prefetch_keys(const fa_array *x, const row_block *rows, int64_t first, int64_t n, int64_t width)
 {
+    const int64_t bytes = row_size(x->dtype, width);
     for (int64_t j = 0, run; j < n; j += run) {
         run = run_of_rows(x, first + j, n - j);
-        prefetch_rows(at_key(x, rows, first + j), x->row, run, width * dtype_size(x->dtype));
+        if (x->row == bytes)
+            prefetch_rows(at_key(x, rows, first + j), 0, 1, run * bytes); /* lines that rows share, once */
+        else prefetch_rows(at_key(x, rows, first + j), x->row, run, bytes);
     }
 }
 

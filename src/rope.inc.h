@@ -39,8 +39,9 @@ static void rope_run(const fa_rope_args *a, int64_t begin, int64_t end, void *ro
         for (int64_t h = 0; h < a->heads; h++, x += a->x.head, out += a->out.head) {
             load_row(a->x.dtype, x, a->head_dim, 1, row);
             rotate_row(a, cos, sin, row);
-            if (a->hadamard) hadamard_row(a->head_dim, row);
-            if (a->out.dtype == FA_I8)
+            if (a->hadamard || a->out.dtype == FA_I4) hadamard_row(a->head_dim, row);
+            if (a->out.dtype == FA_I4) round_row_i4(row, a->head_dim, out);
+            else if (a->out.dtype == FA_I8)
                 *(lane_u *)at(&a->scale, b, h, i, 0) = round_row_i8(row, a->head_dim, (int8_t *)out);
             else store_row(a->out.dtype, row, a->head_dim, 1, out);
         }

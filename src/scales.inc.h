@@ -2,7 +2,7 @@
  * scale rows in the copy that they make anyway. The few-row kernel reads the bytes in place, and applies the scales of keys
  * to their scores, and those of values to the probabilities.
  *
- * Exports   WIDEST_I8, LEAST_SCALE, scale_of, is_plain, load_scales. */
+ * Exports   WIDEST_I8, LEAST_SCALE, scale_of, is_plain, load_scales; load_block_scales. */
 #pragma once
 #include "ranges.inc.h"
 
@@ -41,3 +41,29 @@ INLINE int load_scales(const fa_array *scale, const row_block *rows, int64_t j0,
     if (!scale->blocks) prefetch_rows(at_key(scale, rows, j0 + n), scale->row * LANES, ceil_div(BLOCK_K, LANES), 64);
     return !v_any(odd);
 }
+
+#if LANE_BITS == 32
+/* to (blocks, BLOCK_K), filled up with 0, = the scales of n rows of FA_I4, `row` bytes apart; whole vectors of rows can be read.
+ * Returns whether all are finite. */
+static int load_block_scales(const char *from, int64_t row, int64_t n, int64_t blocks, lane *to)
+{
+    v_t zero = v_splat(0); /* becomes NaN, as in row_finite */
+    for (int64_t j = 0; j < n; j += LANES)
+        for (int64_t b = 0; b < blocks; b += 4) { /* past the last one are codes, which nobody uses */
+            vq_t even, odd;                       /* four scales of each row */
+            UNROLL_FOR(int i = 0; i < LANES / 2; i++) {
+                const char *two_rows = from + (j + 2 * i) * row + 2 * b;
+                uint64_t first, second;
+                memcpy(&first, two_rows, sizeof first), memcpy(&second, two_rows + row, sizeof second);
+                even[i] = first, odd[i] = second;
+            }
+            for (int i = 0; i < 4 && b + i < blocks; i++) {
+                v_t scale = v_from_f16((vw_t)((even >> 16 * i & 0xffff) | (odd >> 16 * i & 0xffff) << 32));
+                for (int64_t past = n - j; past < LANES; past++) scale[past] = 0;
+                zero += scale * v_splat(0);
+                v_store(to + (b + i) * BLOCK_K + j, scale);
+            }
+        }
+    return !v_any(zero != zero);
+}
+#endif

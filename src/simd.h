@@ -214,6 +214,8 @@ INLINE v_t v_max(v_t bound, v_t x)
 #endif
 }
 
+INLINE v_t v_abs(v_t x) { return v_max(-x, x); }
+
 INLINE v_t v_min(v_t bound, v_t x)
 {
 #if defined V_X86

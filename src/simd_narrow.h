@@ -1,6 +1,8 @@
 /* Elements narrower than float lanes: 16 bits, bytes, 4 bits. A part of simd.h, which includes it.
  *
- *   v_load_i8               LANES signed bytes as lanes of either type
+ *   v_load_i8               LANES signed bytes as lanes of either type      v_load_u8     unsigned ones as integers
+ *   v_scaled_u4(u, i, x)    (c - 8) * x of the lower (0) or upper (1) four bits c of bytes i: exact if x has 12 digits
+ *   v_from_f16(h)           float16 in the lower halves of lanes, the upper being 0
  *   v_load_f16 v_load_bf16  LANES 16-bit values, widened           v_store_f16 v_store_bf16   rounded to nearest even
  *   v_dot_bf16(a, b, c)     c + a.lo * b.lo + a.hi * b.hi, lanes of a, b being pairs of bfloat16
  *   v_pack_bf16(lo, hi)     such pairs, rounded      v_pair_bf16(p, q)    such pairs, of two rows in memory
@@ -11,6 +13,8 @@
  *                           b: some instructions take a as unsigned
  *   v_dot_u8(a, b, c)       the same, of bytes a that already have V_I8_OFFSET added: unsigned, where there is one
  *   v_from_i(a) v_to_i(a)   integers as numbers, whole numbers as integers
+ *   v_load_16s(p, step)     16 bytes from p on, then from p + step, p + 2 step ..., a vector in all
+ *   v_sum_fours(r)          lane i of each 128 bits: the sum of the four of r[i]              v_store_u16      lower halves
  *   v_four_i8(p)            bytes of four rows, p[0] .. p[3], in each lane: LANES of them
  *   v_dot_u4(a, b, c)       c + the products of four integers from 0 to 15 in each lane of a and signed bytes of b; c is
  *                           0 at first, and after at most 8 such products v_sums_u4(c) is their sum
@@ -25,6 +29,7 @@
  *   v_store_i8              the lowest byte of each lane           v_store_i8_part      of the first n lanes */
 typedef int8_t vb_t __attribute__((vector_size(LANES)));
 typedef vb_t vbu_t __attribute__((aligned(1), may_alias));
+typedef uint8_t vub_t __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 INLINE v_t v_load_i8(const void *p)
 {
@@ -41,8 +46,29 @@ INLINE v_t v_load_i8(const void *p)
 #endif
 }
 
+INLINE vi_t v_load_u8(const void *p)
+{
+#if defined V_AVX512 && LANE_BITS == 32
+    return (vi_t)_mm512_cvtepu8_epi32(_mm_loadu_si128(p));
+#elif defined V_X86 && LANE_BITS == 32
+    return (vi_t)_mm256_cvtepu8_epi32(_mm_loadl_epi64(p));
+#else
+    return __builtin_convertvector(*(const vub_t *)p, vi_t);
+#endif
+}
+
 INLINE v_t v_from_i(vi_t a) { return __builtin_convertvector(a, v_t); }
 INLINE vi_t v_to_i(v_t a) { return __builtin_convertvector(a, vi_t); }
+
+INLINE v_t v_scaled_u4(int upper, vi_t bytes, v_t scale)
+{
+#if defined V_AVX512 && LANE_BITS == 32
+    const v_t number = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+    return _mm512_permutexvar_ps((__m512i)(upper ? bytes >> 4 : bytes), number * scale); /* of the last four bits */
+#else
+    return v_fma(v_from_i(upper ? bytes >> 4 : bytes & 15), scale, v_splat(-8) * scale);
+#endif
+}
 
 #if defined V_AVX512
 #define V_LOOKUP_ONCE 1
@@ -202,6 +228,47 @@ INLINE vi_t v_sums_u4(vi_t c)
 #endif
 }
 
+INLINE vi_t v_sum_fours(const vi_t r[4])
+{
+#if defined V_AVX512
+    const __m512i a = (__m512i)r[0], b = (__m512i)r[1], c = (__m512i)r[2], d = (__m512i)r[3];
+    const __m512i x = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    const __m512i y = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    return (vi_t)_mm512_add_epi32(_mm512_unpacklo_epi64(x, y), _mm512_unpackhi_epi64(x, y));
+#elif defined V_X86
+    const __m256i a = (__m256i)r[0], b = (__m256i)r[1], c = (__m256i)r[2], d = (__m256i)r[3];
+    const __m256i x = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+    const __m256i y = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+    return (vi_t)_mm256_add_epi32(_mm256_unpacklo_epi64(x, y), _mm256_unpackhi_epi64(x, y));
+#elif defined V_NEON
+    return vpaddq_s32(vpaddq_s32(r[0], r[1]), vpaddq_s32(r[2], r[3]));
+#else
+    vi_t sum;
+    UNROLL_FOR(int i = 0; i < 4; i++) sum[i] = r[i][0] + r[i][1] + r[i][2] + r[i][3];
+    return sum;
+#endif
+}
+
+INLINE vi_t v_load_16s(const char *p, int64_t step)
+{
+#if defined V_X86
+#define AT(i) _mm_loadu_si128((const void *)(p + i * step))
+    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(AT(0)), AT(1), 1);
+#if defined V_AVX512
+    const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(AT(2)), AT(3), 1);
+    return (vi_t)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+#else
+    return (vi_t)low;
+#endif
+#undef AT
+#else
+    vi_t x;
+    (void)step;
+    memcpy(&x, p, sizeof x);
+    return x;
+#endif
+}
+
 INLINE vi_t v_pairs_i8(const void *p)
 {
 #if defined V_AVX512
@@ -275,14 +342,16 @@ INLINE vw_t v_upper_bf16(v_t a)
 
 INLINE vw_t v_round_bf16(v_t a) { return v_upper_bf16(a) >> 16; }
 
-INLINE void v_store_bf16(void *p, v_t a)
+INLINE void v_store_u16(void *p, vw_t a)
 {
 #if defined V_AVX512
-    _mm256_storeu_si256(p, _mm512_cvtepi32_epi16((__m512i)v_round_bf16(a)));
+    _mm256_storeu_si256(p, _mm512_cvtepi32_epi16((__m512i)a));
 #else
-    *(vhu_t *)p = __builtin_convertvector(v_round_bf16(a), vh_t);
+    *(vhu_t *)p = __builtin_convertvector(a, vh_t);
 #endif
 }
+
+INLINE void v_store_bf16(void *p, v_t a) { v_store_u16(p, v_round_bf16(a)); }
 
 INLINE void v_store_two_bf16(void *p, v_t a, v_t b)
 {
@@ -296,21 +365,34 @@ INLINE void v_store_two_bf16(void *p, v_t a, v_t b)
 #endif
 }
 
+/* Of float16 in the lower halves of lanes. */
+INLINE v_t v_from_f16(vw_t h)
+{
+#if defined V_AVX512
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)h));
+#elif defined V_X86
+    const __m128i low = _mm256_castsi256_si128((__m256i)h), high = _mm256_extracti128_si256((__m256i)h, 1);
+    return _mm256_cvtph_ps(_mm_packus_epi32(low, high));
+#elif defined V_NEON
+    return vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(h)));
+#else
+    /* Shift exponent and mantissa into place and mend the bias, 127 - 15, by a multiplication, which normalises
+     * subnormals too; what then is 2^16 or more was Inf or NaN. */
+    const vw_t sign = (h & 0x8000) << 16;
+    v_t magnitude = (v_t)((h & 0x7fff) << 13) * 0x1p112f;
+    vw_t special = (vw_t)(magnitude >= 65536.0f) & 0x7f800000;
+    return (v_t)((vw_t)magnitude | special | sign);
+#endif
+}
+
 INLINE v_t v_load_f16(const void *p)
 {
 #if defined V_AVX512
     return _mm512_cvtph_ps(_mm256_loadu_si256(p));
 #elif defined V_X86
     return _mm256_cvtph_ps(_mm_loadu_si128(p));
-#elif defined V_NEON
-    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
-    /* Shift exponent and mantissa into place and mend the bias, 127 - 15, by a multiplication, which normalises
-     * subnormals too; what then is 2^16 or more was Inf or NaN. */
-    vw_t h = v_load_u16(p), sign = (h & 0x8000) << 16;
-    v_t magnitude = (v_t)((h & 0x7fff) << 13) * 0x1p112f;
-    vw_t special = (vw_t)(magnitude >= 65536.0f) & 0x7f800000;
-    return (v_t)((vw_t)magnitude | special | sign);
+    return v_from_f16(v_load_u16(p));
 #endif
 }
 

@@ -1,7 +1,7 @@
 /* exp and tanh on vectors, and the online softmax down the keys of a tile.
  *
  * Literals  row_log: NULL or not. bf16.
- * Exports   LOG2_E, LN_2, EXP_BIAS; v_exp, v_exp_prob, v_exp_short, lane_exp; v_abs, v_flush, v_tanh, v_tanh_small, TANH_SMALL,
+ * Exports   LOG2_E, LN_2, EXP_BIAS; v_exp, v_exp_prob, v_exp_short, lane_exp; v_flush, v_tanh, v_tanh_small, TANH_SMALL,
  *           v_tanh_slope, v_softcap; v_horner, v_horner_each, COUNT; v_base, v_log_weight, softmax_update. */
 #pragma once
 #include "tile.inc.h"
@@ -110,7 +110,6 @@ INLINE v_t v_exp_short(v_t x)
 }
 
 INLINE lane lane_exp(lane x) { return v_exp(v_splat(x))[0]; }
-INLINE v_t v_abs(v_t x) { return v_max(-x, x); }
 
 /* 0 for numbers below the normal range. Arithmetic on them takes a hundred times as long, and a state that decays would
  * stay among them for ever. NaN stays NaN. */

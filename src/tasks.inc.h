@@ -96,7 +96,8 @@ static void plan_second_pass(const fa_attention_args *a, int threads, fa_plan *p
 static void attention_plan(const fa_attention_args *a, int threads, fa_plan *plan)
 {
     const int64_t n_rows = rows_per_head(a), heads = a->batch * a->heads_kv;
-    plan->kind = FORM_OF(a) != OF_BYTES && n_rows <= FEW_ROWS && a->len_k > a->len_q ? FA_FEW_ROWS : FA_TILE;
+    const int tiles_alone = FORM_OF(a) == OF_BYTES || (LANE_BITS == 64 && a->k.dtype == FA_I4);
+    plan->kind = !tiles_alone && n_rows <= FEW_ROWS && a->len_k > a->len_q ? FA_FEW_ROWS : FA_TILE;
     plan->block_q = plan->kind == FA_FEW_ROWS ? FEW_ROWS : BLOCK_Q;
     plan->block_k = BLOCK_K;
     plan->bf16_dot = plan->kind == FA_TILE && tile_takes_pairs(a);
@@ -109,7 +110,7 @@ static void attention_plan(const fa_attention_args *a, int threads, fa_plan *pla
     plan->tiles = tiles <= 1 ? 1 : (int)larger(1, smaller(heads * tiles / wanted, most_tiles()));
     if (keys_are_listed(a))
         plan->tiles = (int)larger(1, smaller(tiles, most_tiles())); /* they share copies of the rows */
-    const int64_t row_bytes = a->head_dim * dtype_size(a->k.dtype) + a->head_dim_v * dtype_size(a->v.dtype);
+    const int64_t row_bytes = row_size(a->k.dtype, a->head_dim) + row_size(a->v.dtype, a->head_dim_v);
     plan->ahead = heads * a->len_k * row_bytes > fa_tuned.far_bytes ? threads : 0;
     plan->n_tasks = heads * ceil_div(tiles, plan->tiles);
     plan->run_k = 0;

@@ -245,7 +245,7 @@ def test_options_are_those_of_attention():
     seen = inspect.signature(fastattn.attention).parameters
     options = set(fastattn._args.options.AttentionOptions.__annotations__)
     assert set(seen) == {"q", "k", "v", "return_lse", "stats", "more", "others", *options}
-    assert set(checked) == {"names", "scales", *seen} - {"more", "others"}
+    assert set(checked) == {"names", "scales", "cached", *seen} - {"more", "others"}
     for name in (*options, "return_lse", "stats"):
         assert seen[name].default == checked[name].default
     types = fastattn._args.options.AttentionOptions.__annotations__

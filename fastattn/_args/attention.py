@@ -19,12 +19,14 @@ from fastattn._args.statistics import statistics_args
 from fastattn._args.types import (
     FLOAT32,
     FLOAT64,
+    INT4,
     Array,
     ArrayLike,
     AttentionArgs,
     Ints,
     Shape,
     lane_dtype,
+    shape_of,
 )
 from fastattn._args.values import (
     MAX_POSITION,
@@ -37,6 +39,7 @@ from fastattn._args.values import (
     int8_operand,
     integer,
     integers,
+    keys_operand,
     number,
     of_sequences,
     operand,
@@ -81,11 +84,13 @@ def attention_args(
     seed: int | None = None,
     block_table: ArrayLike | None = None,
     products: str | None = None,
+    cached: bool = False,
 ) -> AttentionArgs:
     """Check and normalise the arguments of `attention`, or of what computes with it.
 
     Messages call q, k and v by `names`: two of them are equal if they are one argument. They say that int8
-    goes with the arguments `scales`, where the function takes some.
+    goes with the arguments `scales`, where the function takes some; it then takes int4, too, as where keys
+    are `cached`.
     On tiny arrays this is most of a call: an option that is not given costs one comparison.
     """
     args = AttentionArgs()
@@ -95,39 +100,45 @@ def attention_args(
     lane = lane_dtype(dtype)
     if k_scale is None and v_scale is None:
         hint = scales and f", or int8 with {scales}"
-        args.k = k_array = operand(names[1], k, copies, hint)
-        args.v = v_array = operand(names[2], v, copies, hint)
-        if not (k_array.dtype is dtype and v_array.dtype is dtype):
+        keys = keys_operand if scales or cached else operand
+        args.k = k_array = keys(names[1], k, copies, hint)
+        args.v = v_array = keys(names[2], v, copies, hint)
+        in_blocks = k_array.dtype is not dtype and k_array.dtype == v_array.dtype == INT4
+        if not (k_array.dtype is dtype and v_array.dtype is dtype) and not in_blocks:
             arrays = dict(zip(names, (q_array, k_array, v_array), strict=True))
             require_dtypes(arrays, scales and f", or int8 for all others with {scales}", (q, k, v))
     else:
         _require_both(k_scale, v_scale)
+        in_blocks = False
         args.k = k_array = int8_operand(names[1], "k_scale", k, copies)
         args.v = v_array = int8_operand(names[2], "v_scale", v, copies)
         args.k_scale = real_values("k_scale", k_scale, lane, copies)
         args.v_scale = real_values("v_scale", v_scale, lane, copies)
 
-    q_shape, k_shape, v_shape = q_array.shape, k_array.shape, v_array.shape
+    q_shape, k_shape, v_shape = shapes = q_array.shape, k_array.shape, v_array.shape
+    if in_blocks:
+        k_shape, v_shape = shape_of(k_array), shape_of(v_array)
+        shapes = q_shape, k_shape, v_shape
     one_head = False
     if len(q_shape) == 2 or len(k_shape) == 2 or len(v_shape) == 2:
         one_head = len(q_shape) == len(k_shape) == len(v_shape)
         args.q, args.k, args.v = (x if x.ndim > 2 else x[None] for x in (q_array, k_array, v_array))
-        q_shape, k_shape, v_shape = args.q.shape, args.k.shape, args.v.shape
+        q_shape, k_shape, v_shape = (x if len(x) > 2 else (1, *x) for x in shapes)
     heads_q, len_q, head_dim = q_shape[-3:]
     heads_kv, len_k, k_head_dim = k_shape[-3:]
     v_heads, v_len, head_dim_v = v_shape[-3:]
     if k_head_dim != head_dim or v_heads != heads_kv or v_len != len_k:
-        raise_shapes(names, (q_array.shape, k_array.shape, v_array.shape))
+        raise_shapes(names, shapes)
     if not (heads_q and heads_kv and head_dim and head_dim_v) or heads_q % heads_kv:
-        raise_shapes(names, (q_array.shape, k_array.shape, v_array.shape))
+        raise_shapes(names, shapes)
     batch_shape = q_shape[:-3]
     table = None
     if block_table is not None:
         table = page_table(block_table, k_array.shape, v_array.shape, batch_shape, names[1:])
         len_k *= table.shape[-1]
     elif k_shape[:-3] != batch_shape or v_shape[:-3] != batch_shape:
-        shapes = (batch_shape, k_shape[:-3], v_shape[:-3])
-        batch_shape = broadcast_batch(**dict(zip(names, shapes, strict=True)))
+        batches = (batch_shape, k_shape[:-3], v_shape[:-3])
+        batch_shape = broadcast_batch(**dict(zip(names, batches, strict=True)))
     args.batch_shape, args.heads_q, args.heads_kv = batch_shape, heads_q, heads_kv
     args.len_q, args.len_k, args.head_dim, args.head_dim_v = len_q, len_k, head_dim, head_dim_v
     if args.k_scale is not None and args.v_scale is not None:
@@ -157,6 +168,8 @@ def attention_args(
         choice("products", products, ("int8",))
         if args.dropout:
             raise ValueError(f"(): dropout is {args.dropout}; expected 0 with products")
+        if in_blocks:
+            raise_not_int8(names[1], "is in int4")
         if table is not None and args.k_scale is None:
             raise_not_int8(names[1], f"has pages of {k_array.dtype}")
         args.integers = True

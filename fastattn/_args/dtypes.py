@@ -8,17 +8,20 @@ from typing import Any
 import numpy as np
 
 from fastattn._args.errors import needed
+from fastattn._args.types import INT4
 from fastattn._args.values import is_float, one_of, short
 
 
-def float_dtype(dtype: Any, or_int8: bool = False) -> np.dtype[Any]:
-    """`dtype` as one of the four floating types, in native byte order, or as int8 if that is taken, too."""
+def float_dtype(dtype: Any, of_cache: bool = False) -> np.dtype[Any]:
+    """`dtype` as one of the four floating types, in native byte order; `of_cache` also int8 or INT4."""
     if isinstance(dtype, str) and dtype == "bfloat16":
         # It registers the name with NumPy.
         needed("ml_dtypes", "(): dtype 'bfloat16' needs the ml_dtypes package", "pip install ml_dtypes")
     found = _dtype(dtype)
-    if found is None or not (is_float(found) or (or_int8 and found == np.int8)):
-        expected = f"float32, float64, float16{', bfloat16 or int8' if or_int8 else ' or bfloat16'}"
+    if of_cache and (found == INT4 or "int4" in (dtype if isinstance(dtype, str) else "", str(found))):
+        return INT4
+    if found is None or not (is_float(found) or (of_cache and found == np.int8)):
+        expected = f"float32, float64, float16{', bfloat16, int8 or int4' if of_cache else ' or bfloat16'}"
         raise TypeError(f"(): dtype is {short(dtype)}; expected {expected}")
     return found.newbyteorder("=")
 

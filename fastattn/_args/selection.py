@@ -8,7 +8,7 @@ import numpy as np
 
 from fastattn._args import key_ranges
 from fastattn._args.attention import attention_args, lengths_of
-from fastattn._args.errors import wrong_shape
+from fastattn._args.errors import wrong_dtype, wrong_shape
 from fastattn._args.types import Array, AttentionArgs, SelectedArgs, SelectionArgs, Shape, lane_dtype
 from fastattn._args.values import (
     MAX_POSITION,
@@ -18,6 +18,7 @@ from fastattn._args.values import (
     float_array,
     integer,
     integer_array,
+    is_int4,
     real_values,
     require_broadcast,
 )
@@ -42,6 +43,8 @@ def selection_args(
     """Check and normalise the arguments of `select_keys`, whose names these are."""
     how = {"scales": "k_scale", "num_threads": num_threads, "backend": backend}
     a = attention_args(q, k, k, k_scale=k_scale, v_scale=k_scale, names=("q", "k", "k"), **how)
+    if is_int4(a.k):
+        raise wrong_dtype("k", a.k, "floats, or int8 with k_scale")
     one_head = a.result.ndim == 2
     shapes = [np.shape(x) for x in (q, k)]
     if len(shapes[1]) < len(shapes[0]) and a.heads_kv > 1:  # more likely a batch than heads

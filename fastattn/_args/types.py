@@ -27,6 +27,10 @@ Shape = tuple[int, ...]
 FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
 
+# Bytes of rows in 4 bits, which nobody takes for numbers, and of a block: src/int4.inc.h.
+INT4 = np.dtype([("int4", np.uint8)])
+INT4_BLOCK, INT4_BYTES = 32, 18
+
 _ALL = slice(None)
 
 # The formulas are in src/activations.inc, their NumPy twins in _reference/activations.py.
@@ -119,6 +123,7 @@ class AttentionArgs(KernelArgs):
     num_threads: int
     result: Any  # what the caller gets: out[, lse][, stats]; without the heads axis where there was none
     scale: float
+    # k and v may be in INT4: `shape_of`.
     # Both or neither: then k and v are int8 and stand for k * k_scale[..., None] and v * v_scale[..., None].
     k_scale: Array | None = None  # lane dtype
     v_scale: Array | None = None
@@ -180,7 +185,7 @@ def plain_args(q: Array, k: Array, v: Array, out: Array, num_threads: int) -> At
     """Attention without any option, of arrays (batch, heads, length, head_dim) that are known to fit."""
     args = AttentionArgs()
     batch, args.heads_q, args.len_q, args.head_dim = q.shape
-    _, args.heads_kv, args.len_k, args.head_dim_v = v.shape
+    _, args.heads_kv, args.len_k, args.head_dim_v = shape_of(v)
     args.batch_shape = (batch,)
     args.q, args.k, args.v, args.out, args.result = q, k, v, out, out
     args.scale, args.num_threads = args.head_dim**-0.5, num_threads
@@ -364,11 +369,11 @@ class RopeArgs(KernelArgs):
     """out = x (..., heads, length, head_dim) rotated; cos and sin are (..., 1, length, pairs), lane dtype.
 
     With `hadamard`, each row is then multiplied by a matrix: see src/hadamard.inc.h. With `scale`, it is then
-    rounded to int8: see `fastattn.layers.KVCache`.
+    rounded to int8; an `out` in INT4 is rounded, too: see `fastattn.layers.KVCache`.
     """
 
     x: Array  # last axis contiguous, at least three dimensions, as of all
-    out: Array  # x's shape and dtype; may be x. With `scale` int8
+    out: Array  # x's shape and dtype; may be x. With `scale` int8. Or INT4, (..., heads, length, bytes)
     cos: Array
     sin: Array
     interleaved: bool
@@ -380,3 +385,13 @@ class RopeArgs(KernelArgs):
 def lane_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Type in which results of `dtype`, in any byte order, are accumulated."""
     return FLOAT64 if dtype.type is np.float64 else FLOAT32
+
+
+def shape_of(x: Array) -> Shape:
+    """Shape of the numbers of `x`, (..., n), whose last axis may be bytes in INT4."""
+    return (*x.shape[:-1], x.shape[-1] // INT4_BYTES * INT4_BLOCK) if x.dtype == INT4 else x.shape
+
+
+def int4_bytes(head_dim: int) -> int:
+    """Length of the last axis in INT4."""
+    return head_dim // INT4_BLOCK * INT4_BYTES

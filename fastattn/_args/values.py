@@ -15,7 +15,7 @@ import numpy as np
 
 from fastattn._args.blocks import copied
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
-from fastattn._args.types import FLOAT32, FLOAT64, Array, Ints, Shape
+from fastattn._args.types import FLOAT32, FLOAT64, INT4, Array, Ints, Shape
 
 # Bits of ndarray.flags.num: reading it once takes a tenth of the time of reading the flags one by one.
 CONTIGUOUS, OWNS_DATA, ALIGNED, WRITEABLE = 0x1, 0x4, 0x100, 0x400
@@ -192,6 +192,18 @@ def operand(name: str, x: Any, copies: list[str], hint: str = "") -> Array:
     if is_ready(x, 2):
         return x
     return readable(float_array(name, x, 2, hint), name, copies, "the head dimension")
+
+
+def is_int4(x: Any) -> bool:
+    """Whether `x` is keys or values of a cache in int4."""
+    return isinstance(x, np.ndarray) and x.dtype.kind == "V" and x.dtype == INT4
+
+
+def keys_operand(name: str, x: Any, copies: list[str], hint: str = "") -> Array:
+    """`x` as k or v: as `operand`, or bytes in INT4."""
+    if is_int4(x):
+        return readable(require_dims(name, as_array(name, x), 2), name, copies, "the head dimension")
+    return operand(name, x, copies, hint)
 
 
 def int8_operand(name: str, scale: str, x: Any, copies: list[str]) -> Array:

@@ -11,7 +11,7 @@ from fastattn._args.attention import attention_args, raise_not_int8, raise_shape
 from fastattn._args.errors import wrong_shape
 from fastattn._args.pages import page_table, read_pages
 from fastattn._args.results import result_array
-from fastattn._args.types import ARRAYS_OF_HEADS, Array, ArrayLike, AttentionArgs, Ints, lane_dtype
+from fastattn._args.types import ARRAYS_OF_HEADS, Array, ArrayLike, AttentionArgs, Ints, lane_dtype, shape_of
 from fastattn._args.values import as_array, flag, head_values, require_broadcast, sequence_begins
 
 
@@ -64,7 +64,7 @@ def varlen_args(
             raise ValueError(f"(): {came}; expected at least {longest}, the most of cu_seqlens_k")
         # For all queries, until ranges are known.
         by_head["block_table"] = np.zeros(table.shape[-1], np.int64)
-    args = attention_args(return_lse=return_lse, **by_head, **options)
+    args = attention_args(return_lse=return_lse, scales="k_scale and v_scale", **by_head, **options)
     if args.integers and args.k_scale is None:
         raise_not_int8("k", f"has dtype {args.k.dtype}")
 
@@ -112,7 +112,7 @@ def _read_pages(args: AttentionArgs, table: Ints, begins_q: Ints, begins_k: Ints
 
 def _require_shapes(arrays: dict[str, Array]) -> None:
     """Raise if shapes do not fit, as the caller has them: the attention below has heads before tokens."""
-    q, k, v = (arrays[name].shape[-3:] for name in "qkv")
+    q, k, v = (shape_of(arrays[name])[-3:] for name in "qkv")
     (_, heads_q, head_dim), (tokens, heads, k_dim) = q, k
     odd = 0 in (heads_q, heads, head_dim, v[2]) or heads_q % heads
     if odd or (k_dim, *v[:2]) != (head_dim, tokens, heads):

@@ -1,4 +1,4 @@
-"""Memory of a cache for new keys and values: in its own type, or rounded to int8."""
+"""Memory of a cache for new keys and values: in its own type, or rounded to int8 or int4."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from fastattn._args.quiet import quiet
-from fastattn._args.types import Array, Ints
-from fastattn._engine.rounding import rounded
+from fastattn._args.types import INT4, Array, Ints
+from fastattn._engine.rounding import in_blocks, rounded
 
 if TYPE_CHECKING:
     from typing import Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Slots(NamedTuple):
     """The memory of a cache where the keys and values of new tokens go; the cache already counts them."""
 
-    k: Array  # (batch, heads_kv, capacity, head_dim)
+    k: Array  # (batch, heads_kv, capacity, head_dim), or bytes in INT4
     v: Array
     starts: Ints | int  # position of the first new token: one number, or one for each sequence, (batch,)
     ends: Ints | None  # length of each sequence with the new tokens, (batch,); None where all have `length`
@@ -39,7 +39,7 @@ class Slots(NamedTuple):
         Padding is written, too; the next tokens overwrite it.
         """
         batch, heads, tokens, _ = k.shape
-        parts = stored(k, v, None if self.k_scale is None else self.k_scale.dtype)
+        parts = stored(k, v, self.k.dtype, None if self.k_scale is None else self.k_scale.dtype)
         for new, whole in zip(parts, self._arrays(), strict=True):
             there = whole[:, first : first + heads]
             if isinstance(self.starts, int):
@@ -58,8 +58,10 @@ class Slots(NamedTuple):
         return self.k, self.v, self.k_scale, self.v_scale
 
 
-def stored(k: Array, v: Array, lane: np.dtype[Any] | None) -> tuple[Array, ...]:
-    """What a cache holds of k and v (batch, heads, tokens, head_dim); with `lane` int8, and scales in it."""
+def stored(k: Array, v: Array, dtype: np.dtype[Any], lane: np.dtype[Any] | None) -> tuple[Array, ...]:
+    """What a cache in `dtype` holds of k and v (batch, heads, tokens, head_dim); of int8 scales in `lane`."""
+    if dtype == INT4:
+        return in_blocks(k), in_blocks(v)
     if lane is None:
         return k, v
     (k, k_scale), (v, v_scale) = rounded(k, lane), rounded(v, lane)

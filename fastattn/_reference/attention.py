@@ -19,8 +19,8 @@ import numpy as np
 from fastattn._args.blocks import BLOCK, blocks
 from fastattn._args.key_ranges import closed, places
 from fastattn._args.quiet import quiet
-from fastattn._args.types import ARRAYS_OF_HEADS, AXES, Array, AttentionArgs, lane_dtype
-from fastattn._reference import philox
+from fastattn._args.types import ARRAYS_OF_HEADS, AXES, INT4, Array, AttentionArgs, lane_dtype
+from fastattn._reference import int4, philox
 from fastattn._reference.modifiers import Scores
 
 # Scores of a tile: 1 MB in float32, which stays in the second-level cache between the passes over it.
@@ -152,6 +152,7 @@ class Call:
         self.ranged = args.row_begin is not None or args.row_end is not None
         begin, end = closed(args.row_begin, args.row_end, args.len_k)
         given = {name: getattr(args, name) for name in AXES} | {"row_begin": begin, "row_end": end}
+        given |= {name: int4.lanes(x, self.dtype) for name in "kv" if (x := given[name]).dtype == INT4}
         self.arrays = {
             name: np.broadcast_to(x, (*args.batch_shape, *(getattr(args, axis) for axis in AXES[name])))
             for name, x in given.items()

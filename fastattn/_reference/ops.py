@@ -11,8 +11,9 @@ import numpy as np
 from fastattn._args.blocks import blocks
 from fastattn._args.packed import LinearArgs, PackedLinear
 from fastattn._args.quiet import quiet
-from fastattn._args.types import Array, RopeArgs, RowsArgs, lane_dtype
+from fastattn._args.types import INT4, Array, RopeArgs, RowsArgs, lane_dtype
 from fastattn._args.weight_types import STORED, columns
+from fastattn._reference import int4
 from fastattn._reference.activations import activate
 from fastattn._reference.attention import exp_below
 
@@ -195,8 +196,8 @@ def _softmax(x: Array) -> Array:
 def rope(args: RopeArgs) -> None:
     """Fill args.out, and args.scale if it is there."""
     x, out = args.x, args.out
-    if args.scale is not None:
-        out = np.empty(x.shape, args.scale.dtype)
+    if args.scale is not None or out.dtype == INT4:
+        out = np.empty(x.shape, args.cos.dtype)
     pairs = args.cos.shape[-1]
     cos, sin = (np.broadcast_to(table, (*x.shape[:-1], pairs)) for table in (args.cos, args.sin))
     first, second = slice(pairs), slice(pairs, 2 * pairs)
@@ -209,6 +210,8 @@ def rope(args: RopeArgs) -> None:
         out[rows][..., 2 * pairs :] = x[rows][..., 2 * pairs :]
     if args.scale is not None:
         _round_rows(out, args.out, args.scale)
+    elif args.out.dtype == INT4:
+        int4.round_rows(out, args.out)
 
 
 def _round_rows(x: Array, out: Array, scale: Array) -> None:

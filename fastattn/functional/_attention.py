@@ -100,7 +100,7 @@ def attention(
         heads (grouped-query attention). Leading dimensions broadcast.
     v : array_like, (..., heads_kv, len_k, head_dim_v)
         Values. q, k and v have the same dtype, or q is float32 and k and v are both float16 or both bfloat16,
-        or k and v are both int8, with `k_scale` and `v_scale`.
+        or k and v are both int8, with `k_scale` and `v_scale`, or both what a `KVCache` in "int4" holds.
     mask : array_like of bool or masks.Mask, optional
         True where a query attends a key. Broadcasts to ``(..., heads_q, len_q, len_k)``: a mask of keys for
         each sequence is ``mask[:, None, None, :]``. Tiles without a True are skipped. A mask of
@@ -210,6 +210,12 @@ def attention(
     with ``e = abs(scale) * abs(q).sum() * abs(k_scale).max() / 2``: scores and lse by at most e, an element
     of the result by at most ``abs(v_scale).max() / 2 + tanh(e / 2) * (v.max() - v.min())``, v that element of
     the values. Softcap, biases, ALiBi and masks keep this bound; a sink counts as a value of 0.
+
+    Keys and values of a cache in int4 are widened in blocks of 64, too: the result has the error of float32
+    on what they stand for. Up to 8 query rows of a key head against more keys are an exception, but for
+    float64: each 32 elements of a query times the Hadamard matrix are rounded to int8, by up to 1/254 of
+    their largest magnitude, and each probability times a scale to 16 bits, by up to 1/65,534 of the largest
+    of 64 keys.
 
     With ``products="int8"``, each query is rounded as well, by up to ``abs(q).max() / 254``. Each probability
     times its v_scale is rounded by up to 1/510 (1/254 on Arm) of the largest probability times the largest

@@ -15,7 +15,7 @@ from fastattn._args.errors import told, wrong_dtype, wrong_shape, wrong_type
 from fastattn._args.ops import like
 from fastattn._args.recurrent import pair
 from fastattn._args.types import Array, lane_dtype
-from fastattn._args.values import flag, float_array, readable, real_values, require_broadcast
+from fastattn._args.values import flag, float_array, is_int4, readable, real_values, require_broadcast
 from fastattn._args.words import by_position
 from fastattn.grad import Pullback
 
@@ -105,6 +105,9 @@ def vjp_of(
             if chosen.pop(option, None) is not None:
                 of = "pages have" if option == "block_table" else "int8 has"
                 raise ValueError(f"(): {option} is given; expected none: {of} no gradients")
+        for argument, x in zip(positional, arrays, strict=False):
+            if is_int4(x):
+                raise TypeError(f"(): {argument} is in int4, which has no gradients")
         if require is not None:
             require(**chosen)
         shown = flag("return_lse", chosen.get("return_lse", False))

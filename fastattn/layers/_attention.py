@@ -12,10 +12,11 @@ from fastattn._args.attention import attention_args
 from fastattn._args.errors import named, wrong_shape
 from fastattn._args.ops import like, rows
 from fastattn._args.options import require_options
-from fastattn._args.types import Array, ArrayLike, Bools, Ints, Unpack, plain_args
-from fastattn._args.values import flag
+from fastattn._args.types import Array, ArrayLike, Bools, Ints, Unpack, lane_dtype, plain_args
+from fastattn._args.values import flag, is_int4
 from fastattn._engine import settings
 from fastattn._engine.tape import PLAIN
+from fastattn._reference import int4
 from fastattn.functional._attention import attention_weights
 from fastattn.layers import _computation
 from fastattn.layers._attention_parameters import AttentionParameters, CallOptions
@@ -341,7 +342,9 @@ class MultiHeadAttention(AttentionParameters):
             a, b, c = arrays = tape.array(q), tape.array(k), tape.array(v)
             by_heads, given = by_head(mixed)[0], bool(options) or keys_values is not None
             if given or not a.dtype == b.dtype == c.dtype or b.shape[2] != c.shape[2]:
-                args = attention_args(*arrays, names=("query", "key", "value"), **options)
+                names = "query", "key", "value"
+                held = isinstance(keys_values if cached is None else cached, Cached)
+                args = attention_args(*arrays, names=names, cached=held, **options)
                 if args.out.shape != by_heads.shape:
                     raise ValueError(f"(): attention gives shape {args.out.shape}; expected {by_heads.shape}")
                 args.out = by_heads
@@ -453,5 +456,7 @@ class MultiHeadAttention(AttentionParameters):
 
 
 def _widened(x: Array, scale: Array | None, dtype: np.dtype[Any]) -> Array:
-    """Keys or values of a cache in int8 as `dtype`; those without scales as they are."""
+    """Keys or values of a cache in int8 or int4 as `dtype`; others as they are."""
+    if is_int4(x):
+        return int4.lanes(x, lane_dtype(dtype)).astype(dtype)
     return x if scale is None else (x * scale[..., None]).astype(dtype)

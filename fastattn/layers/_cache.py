@@ -11,7 +11,20 @@ import numpy as np
 from fastattn import _safetensors
 from fastattn._args.cache import append_args, cache_args
 from fastattn._args.errors import named, put_name
-from fastattn._args.types import FLOAT32, Array, ArrayLike, DTypeLike, Ints, Shape, lane_dtype
+from fastattn._args.types import (
+    FLOAT32,
+    INT4,
+    INT4_BLOCK,
+    INT4_BYTES,
+    Array,
+    ArrayLike,
+    DTypeLike,
+    Ints,
+    Shape,
+    int4_bytes,
+    lane_dtype,
+    shape_of,
+)
 from fastattn._args.values import integer, integers, is_float, require_broadcast, short
 from fastattn._engine.slots import Slots
 
@@ -79,7 +92,7 @@ class KVCache:
         Tokens of each sequence to allocate for at the first append.
     dtype : dtype, optional
         dtype of the arrays; default that of the first keys. "float16" or "bfloat16" halves the memory that a
-        step of float32 queries reads, "int8" quarters it.
+        step of float32 queries reads, "int8" quarters it, and "int4" takes half of int8's.
 
     Examples
     --------
@@ -104,6 +117,16 @@ class KVCache:
     the largest magnitude / 127: elements err by at most half the scale. The Notes of `fastattn.attention`
     give the error of scores and results. A key or value with NaN or Inf becomes NaN as a whole: its scale is
     NaN. Scales are float32, or float64 if the first keys are; later float64 has to fit scales in float32.
+
+    In "int4", head dimensions are multiples of 32. A key or value is multiplied by a Hadamard matrix, which
+    spreads elements that stand out; matrices are of the largest powers of two that fit, at most 256. Each 32
+    elements of the product become integers from -8 to 7 times a float16 scale, the element of the largest
+    magnitude / -8: they err by at most half of the scale, or by all of it next to 8. Arrays are (batch,
+    heads_kv, len_k, 18 * head_dim / 32), their dtype ``[("int4", "u1")]``: a row has the scales, then 16
+    bytes for each 32 elements, i in the lower half of byte i and i + 16 in the upper, 8 added. A row with NaN
+    or Inf, or too large for such scales (beyond 524,000 after the product), becomes NaN as a whole.
+
+    Sources: for "int4", S. Ashkboos et al., "QuaRot", 2024, arXiv:2404.00456.
     """
 
     @named("KVCache")
@@ -117,7 +140,10 @@ class KVCache:
         self._held: tuple[Array, ...] = ()
 
     def __repr__(self) -> str:
-        shape = f"{self._held[0].shape} in {self._held[0].dtype}" if self._held else "empty"
+        shape = "empty"
+        if self._held:
+            k = self._held[0]
+            shape = f"{shape_of(k)} in {'int4' if k.dtype == INT4 else k.dtype}"
         return f"<KVCache: {self._length} of {self._capacity} tokens, {shape}>"
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
@@ -204,12 +230,14 @@ class KVCache:
     def _fits(self, batch: int, heads_kv: int, head_dim: int, dtype: np.dtype[Any]) -> bool:
         """Whether a program may write such keys and values, and attend them; `append` says why not."""
         kept = self._dtype or dtype
-        if kept != dtype and kept != np.int8 and not (dtype == FLOAT32 and kept.itemsize == 2):
+        if kept == INT4 and head_dim % INT4_BLOCK:
+            return False
+        if kept != dtype and kept not in (np.int8, INT4) and not (dtype == FLOAT32 and kept.itemsize == 2):
             return False
         if not self._held:
             return True
         k, v, *scales = self._held
-        fits = k.shape == v.shape == (batch, heads_kv, self._capacity, head_dim) and k.dtype == kept
+        fits = shape_of(k) == shape_of(v) == (batch, heads_kv, self._capacity, head_dim) and k.dtype == kept
         return fits and not (scales and scales[0].dtype != lane_dtype(dtype))
 
     def _extend(self, k: Shape, v: Shape, dtype: np.dtype[Any], counts: Ints | None) -> Slots:
@@ -239,7 +267,7 @@ class KVCache:
         all of them at once, with the bits that they have one by one.
         """
         before = self._length
-        k, v = ((*x.shape[:2], tokens, x.shape[3]) for x in self._held[:2])
+        k, v = ((*x.shape[:2], tokens, shape_of(x)[3]) for x in self._held[:2])
         self._extend(k, v, self._held[0].dtype, None)
         cache = KVCache(self._capacity, self._dtype)
         strided = np.lib.stride_tricks.as_strided
@@ -352,7 +380,9 @@ class KVCache:
             raise ValueError("(): the cache is empty; expected one that has been filled")
         lengths = self.lengths
         held = {name: x[:, :, : self._length].copy() for name, x in zip(_NAMES, self._held, strict=False)}
-        for x in held.values():  # what was not written may be any memory of the process
+        for name, x in held.items():
+            held[name] = x = x.view(np.uint8) if x.dtype == INT4 else x  # files know no INT4
+            # What was not written may be any memory of the process.
             x.swapaxes(1, 2)[np.arange(self._length) >= lengths[:, None]] = 0
         dropped = {}
         if self._dropped is not None:
@@ -368,11 +398,13 @@ class KVCache:
             expected = f"{', '.join(_NAMES)} and lengths, or {', '.join(_NAMES[:2])} and lengths"
             raise ValueError(f"(): {came}; expected {expected}")
         held, lengths = tuple(arrays[name] for name in names), arrays["lengths"]
+        held = tuple(x.view(INT4) if x.dtype == np.uint8 else x for x in held)
         dropped, most = (arrays.get(name, np.zeros_like(lengths)) for name in ("dropped", "kept"))
         k, v, *scales = held
         fit = k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and k.dtype == v.dtype
         fit = fit and all(x.dtype == np.int64 and x.shape == k.shape[:1] for x in (lengths, dropped, most))
-        fit = fit and (k.dtype == np.int8 if scales else is_float(k.dtype))
+        fit = fit and (k.dtype == np.int8 if scales else k.dtype == INT4 or is_float(k.dtype))
+        fit = fit and not (k.dtype == INT4 and (k.shape[3] % INT4_BYTES or v.shape[3] % INT4_BYTES))
         fit = fit and all(
             x.shape == k.shape[:3] and x.dtype == scales[0].dtype == lane_dtype(x.dtype) for x in scales
         )
@@ -395,7 +427,8 @@ class KVCache:
         wanted = 2 * self._capacity if self._held else self._capacity
         capacity = max(room, wanted, _LEAST_CAPACITY)
         lane, dtype = lane_dtype(dtype.newbyteorder("=")), self._dtype or dtype.newbyteorder("=")
-        roomy = [(*shape[:2], capacity, shape[3]) for shape in shapes]
+        widths = [int4_bytes(shape[3]) if dtype == INT4 else shape[3] for shape in shapes]
+        roomy = [(*shape[:2], capacity, width) for shape, width in zip(shapes, widths, strict=True)]
         arrays = tuple(np.empty(shape, dtype) for shape in roomy)
         if dtype == np.int8:
             lane = self._held[2].dtype if self._held else lane

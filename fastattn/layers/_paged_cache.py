@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.cache import append_args
+from fastattn._args.cache import append_args, require_blocks
 from fastattn._args.dtypes import float_dtype
 from fastattn._args.errors import named
 from fastattn._args.quiet import quiet
-from fastattn._args.types import FLOAT32, Array, ArrayLike, DTypeLike
+from fastattn._args.types import FLOAT32, INT4, Array, ArrayLike, DTypeLike, int4_bytes
 from fastattn._args.values import MOST_SIZE, integer
 from fastattn._engine.slots import stored
 
@@ -33,7 +33,7 @@ class PagedKVCache:
     head_dim : int
         Dimension of keys and values.
     dtype : dtype, default float32
-        dtype of the arrays; "int8" rounds as `KVCache` does, with scales in float32.
+        dtype of the arrays; "int8" and "int4" round as `KVCache` does, with scales of int8 in float32.
 
     Examples
     --------
@@ -55,10 +55,13 @@ class PagedKVCache:
     def __init__(
         self, pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike = "float32"
     ):
-        kept_as = float_dtype(dtype, or_int8=True)
+        kept_as = float_dtype(dtype, of_cache=True)
         sizes = {"pages": pages, "num_kv_heads": num_kv_heads, "page_size": page_size, "head_dim": head_dim}
         shape = tuple(integer(name, x, 1, MOST_SIZE) for name, x in sizes.items())
         self._dtype, self._page = kept_as, shape[2]
+        require_blocks("head_dim is", shape[3], kept_as)
+        if kept_as == INT4:
+            shape = *shape[:3], int4_bytes(shape[3])
         # Keys and values, (pages, heads, page, head_dim), and of int8 their scales.
         self._held: tuple[Array, ...] = np.zeros(shape, kept_as), np.zeros(shape, kept_as)
         if kept_as == np.int8:
@@ -159,7 +162,7 @@ class PagedKVCache:
         ends = [start + count for start, count in zip(starts, added, strict=True)]
         tables = [self._pages[number] for number in numbers]
         wanted = [-(-end // self._page) - len(table) for end, table in zip(ends, tables, strict=True)]
-        parts = stored(new_k, new_v, self._held[2].dtype if len(self._held) > 2 else None)
+        parts = stored(new_k, new_v, self._dtype, self._held[2].dtype if len(self._held) > 2 else None)
         fresh = iter(self._take(sum(wanted)))
         for number, end, pages, count in zip(numbers, ends, tables, wanted, strict=True):
             pages += [next(fresh) for _ in range(count)]

@@ -128,9 +128,11 @@ class Decoder(_model.Model):
             computed again, and new tokens are added to it. The answer is the same but for rounding, since
             fewer tokens are computed together. If a scaling of rotary positions depends on the length, a
             session whose keys were rotated for another length is computed from the start.
-        cache_dtype : {"int8", "bfloat16", "float16"}, optional
+        cache_dtype : {"int8", "int4", "bfloat16", "float16"}, optional
             Store keys and values in this type, as `KVCache` does, instead of the model's dtype. int8 takes a
-            quarter of the memory of float32, half of bfloat16. The 16-bit types require a model in float32.
+            quarter of the memory of float32, half of bfloat16. int4 takes half of int8, requires head
+            dimensions that are multiples of 32, and costs quality: docs/attention.md. The 16-bit types
+            require a model in float32.
             Prompts attend the stored values, too.
         template_values : mapping of str, optional
             Variables of the chat template beside the messages, such as ``{"enable_thinking": False}``; their
@@ -278,7 +280,8 @@ class Decoder(_model.Model):
     @named("session")
     def session(self, cache_dtype: DTypeLike | None = None) -> Session:
         """Create an empty session for ``generate(cache=)``; `cache_dtype` is as for `generate`."""
-        return Session(self, self.frequencies, self._cache(dtype=kept_as(cache_dtype, self.dtype)))
+        kept = kept_as(cache_dtype, self.dtype, self.key_heads)
+        return Session(self, self.frequencies, self._cache(dtype=kept))
 
     @named("load_session")
     def load_session(self, path: str | os.PathLike[str]) -> Session:

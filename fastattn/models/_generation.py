@@ -192,7 +192,7 @@ def answers(
         stop, texts = _parted(stop)
     if cache is not None:
         require_fit(cache, model, count, cache_dtype)
-    cache_dtype = kept_as(cache_dtype, model.dtype)
+    cache_dtype = kept_as(cache_dtype, model.dtype, model.key_heads)
     proposals = proposals_of(speculate, model, prompts.ids)
     n_new = integer("max_new_tokens", max_new_tokens, 0)
     longest = max(map(len, prompts.ids), default=0)

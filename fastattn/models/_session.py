@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from fastattn import _safetensors
+from fastattn._args.cache import require_blocks
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.packed import PackedLinear
-from fastattn._args.types import Ints
+from fastattn._args.types import INT4, Ints, shape_of
 from fastattn._args.values import integer, integers, one_of
 from fastattn.layers._mixers import Kind
 from fastattn.models._embeddings import Frequencies, of_length
@@ -162,17 +163,20 @@ class Session:
         return cache, self._ids[:length]
 
 
-def kept_as(given: Any, dtype: np.dtype[Any]) -> str | None:
+def kept_as(given: Any, dtype: np.dtype[Any], key_heads: Sequence[KeyHeads]) -> str | None:
     """The argument `cache_dtype` of a model of `dtype`, checked."""
     if given is None:
         return None
     why = "" if dtype == np.float32 else f" of a model in {dtype}"
-    return dtype_choice("cache_dtype", given, cache_dtypes(dtype), why)
+    chosen = dtype_choice("cache_dtype", given, cache_dtypes(dtype), why)
+    for heads in key_heads if chosen == "int4" else ():
+        require_blocks("the model has a head_dim of", heads.head_dim, INT4)
+    return chosen
 
 
 def cache_dtypes(dtype: np.dtype[Any]) -> tuple[str, ...]:
     """Types in which a model of `dtype` may keep its keys and values, beside its own."""
-    return ("int8", "bfloat16", "float16") if dtype == np.float32 else ("int8",)
+    return ("int8", "int4", "bfloat16", "float16") if dtype == np.float32 else ("int8", "int4")
 
 
 def require_fit(session: Any, model: Model, prompts: int, cache_dtype: Any) -> None:
@@ -212,9 +216,10 @@ def load(
     dtypes = [model.dtype.name, *cache_dtypes(model.dtype)]
     for heads, first, group in zip(key_heads, cache.firsts, cache.groups, strict=True):
         k, v = group._held[:2]
+        kept = "int4" if k.dtype == INT4 else k.dtype.name
         shape = 1, heads.heads_kv, ids.size - first, heads.head_dim
-        if not k.shape == v.shape == shape or k.dtype.name not in dtypes:
-            came = f"keys and values {k.shape} and {v.shape} in {k.dtype}"
+        if not shape_of(k) == shape_of(v) == shape or kept not in dtypes:
+            came = f"keys and values {shape_of(k)} and {shape_of(v)} in {kept}"
             raise ValueError(f"(): {where} has {came}; expected {shape} in {one_of(dtypes)}")
     integers(f"{where}'s ids", ids, low=0, high=model.vocab_size - 1)
     session = Session(model, frequencies, cache, ids.tolist())

@@ -12,7 +12,7 @@ typedef struct {
 /* What plans read; as for a second-level cache of 1 MB, until somebody sets it. */
 extern fa_tuning fa_tuned;
 
-/* Numbers, in NumPy float32 to int8; then what packed weights alone are: weights.inc.h. */
+/* Numbers, in NumPy float32 to int8; then what packed weights are: weights.inc.h. FA_I4 is of keys and values, too: int4.inc.h. */
 typedef enum { FA_F32, FA_F64, FA_F16, FA_BF16, FA_I8, FA_I4, FA_Q8 } fa_dtype;
 
 /* A task that may last long asks now and then whether to give up. If so, nobody reads the results of the call. */
@@ -27,7 +27,7 @@ typedef struct {
     char *data;           /* NULL: not given */
     const int64_t *batch; /* byte offset of every batch item */
     int64_t head, row, col;
-    fa_dtype dtype; /* of q, k, v, out, bias; the others have the one type said below; FA_I8: of k and v alone */
+    fa_dtype dtype; /* of q, k, v, out, bias; the others have the one type said below; FA_I8, FA_I4: of k and v alone */
     /* Of k, v and their scales, optional, all the same: key j of the call is row j % block_size of block number
      * blocks[b * blocks_row + j / block_size], and blocks are `block` bytes apart. */
     const int32_t *blocks;

@@ -40,7 +40,7 @@ typedef struct {
 
 typedef struct {
     fa_array q;                /* rows (batch, heads_q, len_q, head_dim) */
-    fa_array k;                /* rows (batch, heads_kv, len_k, head_dim), or int8 with k_scale */
+    fa_array k;                /* rows (batch, heads_kv, len_k, head_dim), or int8 with k_scale; or FA_I4, as v */
     fa_array v;                /* rows (batch, heads_kv, len_k, head_dim_v), or int8 with k_scale */
     fa_array out;              /* rows (batch, heads_q, len_q, head_dim_v), q's dtype */
     fa_array k_scale, v_scale; /* lanes (batch, heads_kv, len_k): what each row of k and v in FA_I8 is times */

@@ -76,7 +76,7 @@ typedef struct {
 
 /* out = x, (batch, heads, length, head_dim), rotated by positions; may be x. Dimensions from 2 pairs on are copied. Then each
  * row may be multiplied by a Hadamard matrix: hadamard.inc.h. Of x in float32 out may have 16 bits. Or out is int8: each row
- * is rounded, and times its scale it is what it was, to scale / 2. */
+ * is rounded, and times its scale it is what it was, to scale / 2. Or it is FA_I4: int4.inc.h. */
 typedef struct {
     fa_array x;        /* rows (batch, heads, length, head_dim) */
     fa_array out;      /* rows (batch, heads, length, head_dim), or int8 with scale */

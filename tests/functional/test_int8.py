@@ -251,7 +251,7 @@ def test_other_functions_say_who_takes_int8():
         fastattn.attention_weights(Q, INT8["k"])
     with pytest.raises(TypeError, match=r"k has dtype int8; .*, or int8 with k_scale and v_scale$"):
         functional.sigmoid_attention(Q, INT8["k"], INT8["v"])
-    with pytest.raises(TypeError, match=r"k has dtype int8; .* \(KVCache rounds to int8\)$"):
+    with pytest.raises(TypeError, match=r"k has dtype int8; .* \(KVCache rounds to int8 and int4\)$"):
         KVCache(dtype="int8").append(INT8["k"], INT8["v"])
 
 

@@ -47,8 +47,8 @@ TransformerEncoder([ENCODER, TransformerEncoderLayer(32, 4)])
     -> ValueError: layers\[1\].d_model is 32; expected 64, as layers\[0\] has
 TransformerEncoder([ENCODER]).new_cache('int8')
     -> TypeError: ^TransformerEncoder.new_cache\(\): capacity is 'int8'; expected an integer
-TransformerDecoder([DECODER]).new_cache(dtype='int4')
-    -> TypeError: ^TransformerDecoder.new_cache\(\): dtype is 'int4'; expected .* or int8
+TransformerDecoder([DECODER]).new_cache(dtype='uint4')
+    -> TypeError: ^TransformerDecoder.new_cache\(\): dtype is 'uint4'; expected .*, int8 or int4
 MultiHeadAttention(2 ** 33, 1, rng=0)
     -> ValueError: ^MultiHeadAttention\(\): in_proj_weight would have shape \(25769803776, 8589934592\)
 """

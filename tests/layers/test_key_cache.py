@@ -440,7 +440,7 @@ c.select([2]) -> ValueError: sequences has 2; expected 0 to 1
 c.select(0) -> ValueError: sequences has shape \(\)
 KVCache().select([0]) -> ValueError: the cache is empty
 KVCache(-1) -> ValueError: capacity is -1
-KVCache(dtype=np.int16) -> TypeError: dtype is .*int16.*float16, bfloat16 or int8
+KVCache(dtype=np.int16) -> TypeError: dtype is .*int16.*float16, bfloat16, int8 or int4
 DecoderCache(True) -> TypeError: tokens is of type bool; expected a KVCache
 KVCache(dtype='fp16') -> TypeError: dtype is 'fp16'; expected float32
 c.append(tokens(1)[0], tokens(1, dtype=np.float64)[1])

@@ -162,11 +162,12 @@ def test_states_go_on_where_a_call_ended(kind, dtype, tmp_path, implementation):
 def test_no_other_type_of_cache(tmp_path):
     model = loaded(tmp_path, "gpt2")
     wide = models.load(tmp_path, dtype="float64")
-    for other in ("float64", "int4", 8):
-        message = rf"cache_dtype is {other!r}; expected one of int8, bfloat16, float16$"
+    for other in ("float64", "uint4", 8):
+        message = rf"cache_dtype is {other!r}; expected one of int8, int4, bfloat16, float16$"
         with pytest.raises(ValueError, match=rf"^generate\(\): {message}"):
             model.generate([1, 2], cache_dtype=other)
-    with pytest.raises(ValueError, match=r"cache_dtype is 'float16'; expected int8 of a model in float64$"):
+    message = r"cache_dtype is 'float16'; expected one of int8, int4 of a model in float64$"
+    with pytest.raises(ValueError, match=message):
         wide.session("float16")
     expected = list(model.generate([1, 2], 4, cache_dtype="int8"))
     for int8 in (np.int8, np.dtype("int8"), "i1"):

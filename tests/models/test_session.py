@@ -308,10 +308,9 @@ def test_what_is_refused(tmp_path):
             model.generate(FIRST, **options)
     with pytest.raises(ValueError, match=r"^generate\(\): cache is given with 2 prompts; expected one"):
         model.generate([FIRST, NEXT], cache=session)
-    with pytest.raises(
-        ValueError, match=r"^session\(\): cache_dtype is 'int4'; expected int8 of a model in float64"
-    ):
-        model.session("int4")
+    message = r"^session\(\): cache_dtype is 'float16'; expected one of int8, int4 of a model in float64"
+    with pytest.raises(ValueError, match=message):
+        model.session("float16")
     with pytest.raises(ValueError, match=r"^Session.save\(\): the session is empty"):
         session.save(tmp_path / "session")
 

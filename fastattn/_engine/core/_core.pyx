@@ -16,6 +16,7 @@ import threading
 
 import numpy as np
 
+from fastattn._args.types import INT4, int4_bytes, shape_of
 from fastattn._args.weight_types import BLOCK, BLOCKED, INTEGERS, STORED, steps, stored_codes
 
 cnp.import_array()
@@ -117,8 +118,8 @@ cdef int _set_keys(fa_attention_args *a, args, _Tables tables) except -1:
         arrays, n = (k, v, k_scale, v_scale), k.shape[2]
         k, v, k_scale, v_scale = [None if x is None else x[0] for x in arrays]
         pages = table.shape[table.ndim - 1]
-    tables.set_rows(&a.k, "k", k, a.heads_kv, n, a.head_dim, scaled)
-    tables.set_rows(&a.v, "v", v, a.heads_kv, n, a.head_dim_v, scaled)
+    tables.set_rows(&a.k, "k", k, a.heads_kv, n, a.head_dim, scaled, True)
+    tables.set_rows(&a.v, "v", v, a.heads_kv, n, a.head_dim_v, scaled, True)
     if scaled:
         tables.set(&a.k_scale, "k_scale", k_scale, _lane_type(a.q.dtype), 2, a.heads_kv, n)
         tables.set(&a.v_scale, "v_scale", v_scale, _lane_type(a.q.dtype), 2, a.heads_kv, n)
@@ -138,7 +139,7 @@ cdef _Tables _set_args(fa_attention_args *a, args, bint filled):
     _fill_attention(a, args, tables)  # of fills.pxi, which src/declarations.py writes before a build
     _set_keys(a, args, tables)
     if (a.v.dtype != a.k.dtype or a.out.dtype != a.q.dtype or (args.k_scale is None) != (args.v_scale is None)
-            or (a.k.dtype != FA_I8 and (a.q.dtype == FA_F64) != (a.k.dtype == FA_F64))):
+            or (a.k.dtype < FA_I8 and (a.q.dtype == FA_F64) != (a.k.dtype == FA_F64))):
         raise _misfit("v", args.v, f"the types of k, {args.k.dtype}, and of q and out, {args.q.dtype}, to fit")
     if args.sigmoid_bias is not None:
         a.sigmoid, a.sigmoid_bias = True, args.sigmoid_bias

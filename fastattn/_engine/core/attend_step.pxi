@@ -103,19 +103,19 @@ cdef class _AttendStep(_Step):
         """Rotate; move new keys and values to the cache; let `a` attend to all that it then holds."""
         cdef fa_array new_k, new_v, new_k_scale, new_v_scale
         cdef Held *held = &c.held[self.size]
-        cdef bint int8
+        cdef bint rounds
         if self.size >= c.sizes:
             raise ValueError(f"fastattn: size {self.size} of heads; the cache holds {c.sizes}")
-        int8 = held.k.dtype == FA_I8
+        rounds = held.k.dtype >= FA_I8
         if self.first_kv + a.heads_kv > held.heads or a.head_dim != held.head_dim:
             raise ValueError(f"fastattn: {self.first_kv + a.heads_kv} heads of {a.head_dim}; the cache holds"
                              f" {held.heads} of {held.head_dim}")
-        # Keys that will be int8: as KVCache.append does, which rounds keys of the call's type.
-        self._turn(c, a, int8 and self.keys < 0)
+        # Keys that are rounded: as KVCache.append does, which rounds keys of the call's type.
+        self._turn(c, a, rounds and self.keys < 0)
         if self.keys < 0:
             new_k, new_v = self._own(&held.new_k), self._own(&held.new_v)
             new_k_scale, new_v_scale = self._own(&held.new_k_scale), self._own(&held.new_v_scale)
-            self._move(c, &a.k, a.heads_kv, -1 if int8 else self.rotation, &new_k, &new_k_scale)
+            self._move(c, &a.k, a.heads_kv, -1 if rounds else self.rotation, &new_k, &new_k_scale)
             self._move(c, &a.v, a.heads_kv, -1, &new_v, &new_v_scale)
         a.len_k, a.k, a.v = held.len_k, self._own(&held.k), self._own(&held.v)
         a.k_scale, a.v_scale = self._own(&held.k_scale), self._own(&held.v_scale)
@@ -131,7 +131,7 @@ cdef class _AttendStep(_Step):
                     fa_array *scale=NULL) except *:
         """Copy new tokens' heads from x to out, which may be x, and rotate them; -1: as they are.
 
-        If out is int8, they are rounded, and `scale` receives their scales.
+        If out is int8 or int4, they are rounded; `scale` receives the scales of int8.
         """
         cdef _Sequences sequences = None if c.sequences == NULL else <_Sequences>c.sequences
         cdef fa_rope_args r

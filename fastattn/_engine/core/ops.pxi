@@ -205,6 +205,6 @@ def rope(args):
     if 2 * a.pairs > a.head_dim:
         raise _misfit("cos", cos, f"at most {a.head_dim // 2} pairs")
     _fill_rope(&a, args, tables)
-    if a.out.dtype != a.x.dtype and args.scale is None:
+    if a.out.dtype not in (a.x.dtype, FA_I4) and args.scale is None:
         raise _misfit("out", args.out, f"x's type, {x.dtype}")
     _run_rope(&a, args.num_threads)

@@ -208,14 +208,14 @@ cdef void _set_slots(Call *c, slots, Held *held, _Tables tables) except *:
     cdef int64_t *new_v_scale
     cdef bint int8
     scales = slots.k_scale, slots.v_scale
-    _, held.heads, capacity, held.head_dim = slots.k.shape
+    _, held.heads, capacity, held.head_dim = shape_of(slots.k)
     int8 = scales[0] is not None
-    tables.set_rows(&held.k, "k", slots.k, held.heads, capacity, held.head_dim, int8)
-    tables.set_rows(&held.v, "v", slots.v, held.heads, capacity, held.head_dim, int8)
+    tables.set_rows(&held.k, "k", slots.k, held.heads, capacity, held.head_dim, int8, True)
+    tables.set_rows(&held.v, "v", slots.v, held.heads, capacity, held.head_dim, int8, True)
     tables.set(&held.k_scale, "k_scale", scales[0], lane, 2, held.heads, capacity)
     tables.set(&held.v_scale, "v_scale", scales[1], lane, 2, held.heads, capacity)
     if (int8 != (scales[1] is not None)) or held.k.dtype != held.v.dtype or not (
-            int8 or held.k.dtype == c.dtype or (c.dtype == FA_F32 and held.k.dtype in (FA_F16, FA_BF16))):
+            held.k.dtype in (FA_I8, FA_I4, c.dtype) or (c.dtype == FA_F32 and held.k.dtype in (FA_F16, FA_BF16))):
         raise ValueError("fastattn: the cache is of another type than the rows")
     tables.kept = np.asarray(slots.starts)
     tables.set(&start, "starts", tables.kept, cnp.NPY_INT64, 0)

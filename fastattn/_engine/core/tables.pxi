@@ -129,12 +129,18 @@ cdef class _Tables:
                 (<int64_t *>x.batch)[i] += begins[i] * x.row
 
     cdef void set_rows(self, fa_array *x, name, cnp.ndarray array, int64_t heads, int64_t length,
-                       int64_t width, bint scaled=False) except *:
+                       int64_t width, bint scaled=False, bint blocks=False) except *:
         """Like `set`, for an operand (..., heads, length, width) of any type that kernels read, its rows contiguous.
 
-        With `scaled`, that is int8.
+        With `scaled`, that is int8. With `blocks` and without scales, it may be int4, (..., heads, length, bytes).
         """
         if array is None:
+            return
+        if blocks and not scaled and cnp.PyArray_TYPE(array) == cnp.NPY_VOID:
+            if width % 32 or array.dtype != INT4:
+                raise _misfit(name, array, f"int4, {width} numbers")
+            x.dtype = FA_I4
+            self.set(x, name, array, cnp.NPY_VOID, 3, heads, length, int4_bytes(width), True)
             return
         if scaled and cnp.PyArray_TYPE(array) != cnp.NPY_INT8:
             raise _misfit(name, array, "int8, which has scales")

@@ -1,0 +1,343 @@
+"""Keys and values in 4 bits: what they stand for, attention to that, and how far from what was rounded."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from implementations import COMPILED, each_isa, forced
+from int8_inputs import arguments_of
+from layer_oracle import randomized
+from oracle import assert_same_bits, check, expect, spread_inputs
+from refused import assert_refused, refused
+
+import fastattn
+from fastattn import functional
+from fastattn._bench.cases import DTYPES, STRUCTURES, VARIANTS, Shape
+from fastattn.grad import vjp
+from fastattn.layers import KVCache, MultiHeadAttention, PagedKVCache, Rope
+from fastattn.positions import rope_frequencies
+
+# Both kernels, several blocks, splits and tasks; head dimensions of one matrix and of several.
+SHAPES = [
+    Shape("tile", batch=2, heads_q=4, heads_kv=2, len_q=45, len_k=200, head_dim=96),
+    Shape("one_tile", batch=2, heads_q=3, heads_kv=1, len_q=5, len_k=131, head_dim=32),
+    Shape("few_rows", batch=2, heads_q=4, heads_kv=2, len_q=1, len_k=1100, head_dim=64),
+    Shape("group", batch=1, heads_q=7, heads_kv=1, len_q=1, len_k=77, head_dim=160),
+    Shape("wide", batch=1, heads_q=2, heads_kv=2, len_q=1, len_k=70, head_dim=288),
+]
+PREFILL, FEW = SHAPES[0], SHAPES[2]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def matrix(n):
+    """The Hadamard matrices of the largest powers of two that fit into n, at most 256, along the diagonal."""
+    whole, first = np.zeros((n, n)), 0
+    while first < n:
+        part = np.ones((1, 1))
+        while 2 * len(part) <= min(n - first, 256):
+            part = np.block([[part, part], [part, -part]]) / np.sqrt(2)
+        whole[first : first + len(part), first : first + len(part)] = part
+        first += len(part)
+    return whole
+
+
+def parts(rows):
+    """(scales, codes) of rows (..., bytes): (..., blocks) and (..., blocks, 32)."""
+    data = np.ascontiguousarray(rows).view(np.uint8)
+    blocks = data.shape[-1] // 18
+    halves = data[..., 2 * blocks :].reshape(*data.shape[:-1], blocks, 16)
+    codes = np.concatenate((halves & 15, halves >> 4), axis=-1)
+    return data[..., : 2 * blocks].copy().view("<f2").astype(float), codes
+
+
+def numbers(rows, turned=True):
+    """What rows (..., bytes) stand for, (..., head_dim)."""
+    scales, codes = parts(rows)
+    found = ((codes - 8.0) * scales[..., None]).reshape(*rows.shape[:-1], -1)
+    return found @ matrix(found.shape[-1]) if turned else found
+
+
+def held(k, v):
+    cached = KVCache(dtype="int4").append(k, v)
+    return {"k": cached.k, "v": cached.v}
+
+
+def inputs(shape, dtype):
+    """q, the arguments in blocks, and k and v as these mean them."""
+    q, k, v = spread_inputs(shape, dtype, np.random.default_rng(0))
+    blocks = held(k, v)
+    lane = np.float64 if dtype == "float64" else np.float32
+    return q, blocks, *(numbers(blocks[x]).astype(lane) for x in "kv")
+
+
+def in_few_rows(q, blocks):
+    """Whether queries are rounded, too."""
+    return q.dtype != np.float64 and fastattn.explain(q, **blocks)["kernel"] == "few_rows"
+
+
+def as_rounded(q):
+    """q as the kernel of few rows has it: turned, and each 32 elements rounded to bytes."""
+    turn = matrix(q.shape[-1])
+    parts = (q.astype(float) @ turn).reshape(*q.shape[:-1], -1, 32)
+    scale = np.abs(parts).max(axis=-1, keepdims=True) / 127
+    codes = np.rint(np.divide(parts, scale, out=np.zeros_like(parts), where=scale > 0))
+    return (codes * scale).reshape(q.shape) @ turn
+
+
+@every_dtype
+@pytest.mark.parametrize("variant", [*VARIANTS, *STRUCTURES])
+@every_shape
+def test_the_definition(shape, variant, dtype, implementation):
+    arguments = arguments_of(variant, shape)
+    q, blocks, k, v = inputs(shape, dtype)
+    got = fastattn.attention(q, **blocks, **arguments, return_lse=True)
+    if not in_few_rows(q, blocks):
+        check(got, expect(q, k, v, **arguments), telling=variant == "plain")
+        return
+    expected = fastattn.attention(
+        as_rounded(q), k.astype(float), v.astype(float), **arguments, return_lse=True
+    )
+    # A weight errs by 2**-16 of the largest of 64, times a scale, and a code may be the next one.
+    bound = 2e-3 + {"bfloat16": 2**-8, "float16": 2**-10}.get(dtype, 0)
+    np.testing.assert_allclose(got[0].astype(float), expected[0], rtol=0, atol=bound * np.abs(v).max())
+    np.testing.assert_allclose(got[1], expected[1], rtol=1e-5, atol=5e-3)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256, 320])
+@pytest.mark.parametrize("len_k", [1, 2, 3, 63, 64, 65, 129, 513])
+@pytest.mark.parametrize("len_q", [1, 2, 4, 7, 33])
+def test_sizes(len_q, len_k, head_dim, implementation):
+    q, k, v = spread_inputs(
+        Shape("", 1, 2, 2, len_q, len_k, head_dim), "float32", np.random.default_rng(len_k)
+    )
+    blocks = held(k, v[..., :32])
+    k, v = (numbers(blocks[x]) for x in "kv")
+    exact = q if not in_few_rows(q, blocks) else as_rounded(q)
+    got, expected = fastattn.attention(q, **blocks), fastattn.attention(exact.astype(float), k, v)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=(1e-5 if exact is q else 1e-3) * np.abs(v).max())
+
+
+@every_dtype
+def test_blocks_hold_what_was_rounded(dtype, implementation):
+    """The largest of 32 is exact but for its scale's digits; others err by half a scale."""
+    shape = Shape("", 2, 3, 3, 1, 50, 96)
+    _, k, _ = spread_inputs(shape, dtype, np.random.default_rng(1))
+    k[..., 5] *= k.dtype.type(30)
+    k[:, :, 3] = 0
+    blocks = held(k, k)["k"]
+    assert blocks.shape == (2, 3, 50, 54)
+    turned = (k.astype(float) @ matrix(96)).reshape(2, 3, 50, 3, 32)
+    scale = np.abs(parts(blocks)[0])
+    np.testing.assert_allclose(scale, np.abs(turned).max(axis=-1) / 8, rtol=2**-10, atol=2**-24)
+    error = np.abs(numbers(blocks, turned=False).reshape(turned.shape) - turned)
+    largest = 8 * scale[..., None]
+    assert (
+        error <= np.maximum(scale[..., None] * 0.51, np.abs(turned) + 2**-11 * largest - 7 * scale[..., None])
+    ).all()
+    assert (parts(blocks)[1][:, :, 3] == 8).all()
+    mean = np.square(numbers(blocks) - k.astype(float)).mean() / np.square(k.astype(float)).mean()
+    assert 0.003 < mean < 0.01
+
+
+@pytest.mark.skipif(not COMPILED, reason="compares the kernels with NumPy, and there are none")
+@each_isa
+def test_rounding_is_as_in_numpy(isa):
+    _, k, v = spread_inputs(Shape("", 2, 3, 3, 1, 200, 160), "float64", np.random.default_rng(2))
+    with forced(isa):
+        got = held(k, v)
+    with forced("numpy"):
+        expected = held(k, v)
+    for name in "kv":
+        assert_same_bits(got[name].view(np.uint8), expected[name].view(np.uint8))
+
+
+def test_extremes(implementation):
+    """A row becomes NaN as a whole where an element is not finite, or a scale in float16 would not be."""
+    rng = np.random.default_rng(3)
+    k = rng.standard_normal((1, 1, 9, 64)).astype(np.float32)
+    k[0, 0, 1, 3], k[0, 0, 2, 63], k[0, 0, 3, 0] = np.nan, np.inf, -np.inf
+    k[0, 0, 4], k[0, 0, 5], k[0, 0, 6], k[0, 0, 7] = 1e-45, 65519, 65521, 3e38
+    blocks = held(k, k)["k"]
+    scales, codes = parts(blocks[0, 0])
+    assert np.isnan(scales).tolist() == [[x, x] for x in (0, 1, 1, 1, 0, 0, 1, 1, 0)]
+    assert (codes[1:4] == 8).all()
+    np.testing.assert_allclose(numbers(blocks[0, 0, 5]), 65519, rtol=1e-3)
+    out = fastattn.attention(k[:, :, :1], blocks, blocks)
+    assert np.isnan(out).all()
+    hidden = np.array([0, 1, 1, 1, 0, 0, 1, 1, 0], bool)
+    for rows in (1, 40):
+        q = np.repeat(k[:, :, :1], rows, axis=2) / 100
+        got = fastattn.attention(q, blocks, blocks, mask=~hidden)
+        few = blocks[:, :, ~hidden]
+        np.testing.assert_allclose(got, fastattn.attention(q, few, few), rtol=1e-3)
+
+
+@every_shape
+def test_a_query_that_is_not_finite_gives_nan_alone(shape, implementation):
+    q, blocks, _, _ = inputs(shape, "float32")
+    expected = fastattn.attention(q, **blocks)
+    q[0, 1, 0, 7], q[-1, 0, 0, 1] = np.inf, np.nan
+    got = fastattn.attention(q, **blocks)
+    assert np.isnan(got[0, 1, 0]).all()
+    assert np.isnan(got[-1, 0, 0]).all()
+    got[0, 1, 0], got[-1, 0, 0] = expected[0, 1, 0], expected[-1, 0, 0]
+    assert_same_bits(got, expected)
+
+
+@every_shape
+def test_layouts_pages_and_threads_change_no_bits(shape, implementation):
+    q, blocks, _, _ = inputs(shape, "float32")
+    expected = fastattn.attention(q, **blocks, num_threads=1)
+    assert_same_bits(fastattn.attention(q, **blocks, num_threads=3), expected)
+    apart = {name: np.concatenate((x, x), axis=-1)[..., : x.shape[-1]] for name, x in blocks.items()}
+    apart = {
+        name: np.ascontiguousarray(x[:, ::-1].swapaxes(1, 2)).swapaxes(1, 2)[:, ::-1]
+        for name, x in apart.items()
+    }
+    assert_same_bits(fastattn.attention(q, **apart), expected)
+    rng = np.random.default_rng(4)
+    for page in (1, 5, 16, 64):
+        count = -(-shape.len_k // page)
+        table = rng.permutation(shape.batch * count + 2)[: shape.batch * count].reshape(shape.batch, count)
+        pages = {}
+        for name, x in blocks.items():
+            pages[name] = np.zeros((table.max() + 1, shape.heads_kv, page, x.shape[-1]), x.dtype)
+            pages[name].view(np.uint8)[...] = 0x7E  # scales of NaN
+            for (b, i), number in np.ndenumerate(table):
+                part = x[b, :, i * page : (i + 1) * page]
+                pages[name][number, :, : part.shape[1]] = part
+        got = fastattn.attention(q, **pages, block_table=table, kv_lengths=shape.len_k)
+        if shape.len_k % page:  # hidden keys make a mask, and few rows may round otherwise
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
+        else:
+            assert_same_bits(got, expected)
+
+
+def test_other_functions_that_take_them(implementation):
+    q, blocks, k, v = inputs(PREFILL, "float32")
+    for options in ({"causal": True}, {}):
+        np.testing.assert_allclose(fastattn.attention_weights(q, blocks["k"], **options),
+                                   fastattn.attention_weights(q, k, **options), atol=1e-5)  # fmt: skip
+        np.testing.assert_allclose(functional.sigmoid_attention(q, **blocks, **options),
+                                   functional.sigmoid_attention(q, k, v, **options), atol=1e-4)  # fmt: skip
+    chosen = np.random.default_rng(5).integers(-1, PREFILL.len_k, (2, 1, PREFILL.len_q, 20))
+    got = functional.selected_attention(q, **blocks, selected=chosen)
+    near = (
+        q if implementation == "numpy" else as_rounded(q).astype(np.float32)
+    )  # of few keys it rounds queries
+    expected = functional.selected_attention(near, k, v, chosen)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-3 * np.abs(v).max())
+    ragged = {name: x[0].swapaxes(0, 1) for name, x in {"q": q, **blocks}.items()}
+    begins = {"cu_seqlens_q": [0, 20, 45], "cu_seqlens_k": [0, 150, 200]}
+    whole = {name: x[0].swapaxes(0, 1) for name, x in {"q": q, "k": k, "v": v}.items()}
+    got, expected = (fastattn.varlen_attention(**x, **begins, causal=True) for x in (ragged, whole))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_statistics(implementation):
+    q, blocks, k, v = inputs(PREFILL, "float32")
+    stats = ("row_max", "entropy", "top_k:3", "key_sums", "mean_weights")
+    _, got = fastattn.attention(q, **blocks, stats=stats)
+    _, expected = fastattn.attention(q, k, v, stats=stats)
+    for name in ("row_max", "entropy", "key_sums", "mean_weights"):
+        np.testing.assert_allclose(got[name], expected[name], atol=1e-4)
+    np.testing.assert_array_equal(got["top_k"][1], expected["top_k"][1])
+
+
+@pytest.mark.parametrize("dtype", ["int4", ml_dtypes.int4])
+def test_caches(dtype, implementation, tmp_path):
+    """In steps, selected, kept, cut, saved and read: the bits of one append of what is left."""
+    rng = np.random.default_rng(6)
+    k, v = rng.standard_normal((2, 3, 2, 30, 64)).astype(np.float32)
+    cache = KVCache(dtype=dtype)
+    assert cache.append(k[:, :, :0], v[:, :, :0]).k.shape == (3, 2, 0, 36)
+    for begin, end in ((0, 7), (7, 8), (8, 30)):
+        cached = cache.append(k[:, :, begin:end], v[:, :, begin:end])
+    assert_same_bits(cached.k.view(np.uint8), held(k, v)["k"].view(np.uint8))
+    assert cached._asdict().keys() == {"k", "v", "kv_lengths", "q_offset"}
+    assert cache.nbytes == 2 * 3 * 2 * cache.capacity * 36
+    assert "int4" in repr(cache)
+    cache.truncate(29)
+    cache.select([2, 0])
+    cache.keep([0, 4, 28])
+    cache.save(tmp_path / "cache")
+    for each in (cache, KVCache.load(tmp_path / "cache")):
+        cached = each.append(k[:2, :, :1], v[:2, :, :1])
+        left = [np.concatenate((x[[2, 0]][:, :, [0, 4, 28]], x[:2, :, :1]), axis=2) for x in (k, v)]
+        for name, x in held(*left).items():
+            assert_same_bits(getattr(cached, name).view(np.uint8), x.view(np.uint8))
+    with pytest.raises(
+        ValueError, match=r"append\(\): k has shape \(2, 2, 1, 32\); expected \(2, 2, tokens, 64\)"
+    ):
+        cache.append(k[:2, :, :1, :32], v[:2, :, :1])
+
+
+def test_a_cache_in_pages(implementation):
+    rng = np.random.default_rng(7)
+    q, k, v = rng.standard_normal((3, 2, 2, 21, 64)).astype(np.float32)
+    pages = PagedKVCache(pages=20, page_size=4, num_kv_heads=2, head_dim=64, dtype="int4")
+    numbers = [pages.allocate(), pages.allocate()]
+    pages.append(numbers, k[:, :, :9], v[:, :, :9])
+    got = fastattn.attention(q, **pages.append(numbers, k[:, :, 9:], v[:, :, 9:]), causal=True)
+    expected = fastattn.attention(q, **held(k, v), causal=True, q_offset=9)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": (4, 0)}, {"add_zero_attn": True}, {"num_kv_heads": 1}], ids=str
+)
+def test_a_layer_with_a_cache(options, implementation):
+    """Near the layer without rounding, with lengths of its own for each sequence, and with weights."""
+    x = np.random.default_rng(9).standard_normal((3, 9, 64)).astype(np.float32)
+    layer, results = randomized(MultiHeadAttention(64, 2, rope=Rope(rope_frequencies(32)), **options)), []
+    for dtype in (None, "int4"):
+        cache, parts = KVCache(dtype=dtype), []
+        parts.append(layer(x[:, :4], cache=cache, lengths=[4, 2, 3], is_causal=True)[0][:, :2])
+        out, weights = layer(x[:, 4:6], cache=cache, is_causal=True, need_weights=True)
+        parts += [out, layer(x[:, 6:7], cache=cache, is_causal=True)[0]]
+        results.append((np.concatenate(parts, axis=1), weights))
+    (out, weights), (rounded, rounded_weights) = results
+    assert 1e-3 < np.abs(rounded - out).max() / np.abs(out).max() < 0.25
+    assert 1e-3 < np.abs(rounded_weights - weights).max() < 0.1
+
+
+ERRORS = r"""
+KVCache(dtype="int4").append(K40, K40)
+    -> ValueError: append\(\): k has a head_dim of 40; expected a multiple of 32 in int4
+KVCache(dtype="int4").append(K, K40) -> ValueError: v has a head_dim of 40
+PagedKVCache(4, 4, 1, 40, "int4") -> ValueError: head_dim is 40; expected a multiple of 32 in int4
+attention(Q, BLOCKS, K) -> TypeError: q, k and v have dtypes float32, .*int4.* and float32; expected the same
+attention(BLOCKS, BLOCKS, BLOCKS) -> TypeError: q has dtype
+attention(K40, BLOCKS, BLOCKS)
+    -> ValueError: k has a head_dim of 64, shape \(1, 2, 5, 64\); expected a head_dim of 40
+attention(Q, BLOCKS, BLOCKS, k_scale=1, v_scale=1) -> TypeError: k has dtype .* expected int8, as k_scale is
+attention(Q, BLOCKS, BLOCKS, products="int8") -> ValueError: k is in int4; expected int8, with k_scale and
+attention(Q, BLOCKS[:, :1], BLOCKS) -> ValueError: v has 2 heads
+functional.additive_attention(Q, BLOCKS, BLOCKS, np.ones((2, 64))) -> TypeError: k has dtype
+vjp(attention, Q, BLOCKS, BLOCKS) -> TypeError: k is in int4, which has no gradients
+functional.select_keys(Q, BLOCKS, top_k=1) -> TypeError: k has dtype .*int4
+KVCache(dtype="int4").append(BLOCKS, BLOCKS) -> TypeError: k has dtype .*int4
+"""
+
+
+@refused(ERRORS)
+def test_errors(code, error):
+    ones = np.ones((1, 2, 5, 64), np.float32)
+    names = {"attention": fastattn.attention, "functional": functional, "fastattn": fastattn, "vjp": vjp}
+    names |= {"KVCache": KVCache, "PagedKVCache": PagedKVCache, "np": np, "Q": ones, "K": ones}
+    assert_refused(code, error, K40=ones[..., :40], BLOCKS=held(ones, ones)["k"], **names)
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_near_what_was_rounded(dtype, isa):
+    """Of normal numbers, and of keys of which two dimensions are larger, which the matrices spread."""
+    rng = np.random.default_rng(8)
+    q, k, v = (rng.standard_normal((1, 8, n, 64)).astype(dtype) for n in (4, 1000, 1000))
+    with forced(isa):
+        for large in (1, 10):
+            k[..., [3, 40]] *= k.dtype.type(large)
+            exact = fastattn.attention(*(x.astype(float) for x in (q, k, v))).reshape(-1, 64)
+            got = fastattn.attention(q, **held(k, v)).astype(float).reshape(-1, 64)
+            cosine = (got * exact).sum(-1) / np.linalg.norm(got, axis=-1) / np.linalg.norm(exact, axis=-1)
+            assert cosine.mean() > (0.99 if large == 1 else 0.9)
