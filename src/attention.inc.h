@@ -348,7 +348,7 @@ static void tile_end(const fa_attention_args *a, const tile_scratch *scratch, ti
  * written from where the accumulators are. */
 static void tile_finish(const fa_attention_args *a, const tile_scratch *scratch, tile_state *tile)
 {
-    if (tile->parts || a->stats.n_top) {
+    if (tile->parts || a->stats.n_top || a->v.dtype == FA_I4) { /* which partial_finish turns back */
         tile_end(a, scratch, tile);
         partial_finish(a, &tile->rows, &tile->total);
         return;
@@ -356,7 +356,6 @@ static void tile_finish(const fa_attention_args *a, const tile_scratch *scratch,
     scale_maxima(tile);
     const partial sums = {.row_max = tile->row_max, .row_sum = tile->row_sum, .row_log = tile->row_log};
     if (tile->fresh) memset(tile->ot, 0, a->head_dim_v * BLOCK_Q * sizeof(lane));
-    if (a->v.dtype == FA_I4) hadamard_columns(a->head_dim_v, BLOCK_Q, tile->ot);
     transposed_finish(a, &tile->rows, &sums, tile->ot);
 }
 

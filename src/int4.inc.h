@@ -26,10 +26,11 @@ INLINE lane i4_scale(const char *from)
     return half & 0x8000 ? -x : x;
 }
 
-/* dst (n) = factor * src (n): exact, without a factor */
+/* dst (n) = factor * src (n): exact, without a factor. All of it is NaN where a scale is. */
 static void load_row_i4(const char *src, int64_t n, lane factor, lane *dst)
 {
     const int64_t blocks = n / I4_BLOCK;
+    for (int64_t b = 0; b < blocks; b++) factor += i4_scale(src + 2 * b) * 0;
     for (int64_t b = 0; b < blocks; b++, dst += I4_BLOCK) {
         const v_t scale = v_splat(i4_scale(src + 2 * b) * factor);
         const char *codes = src + i4_codes(blocks, b);
@@ -43,10 +44,10 @@ static void load_row_i4(const char *src, int64_t n, lane factor, lane *dst)
 INLINE uint16_t half_of(float x)
 {
     const float size = x < 0 ? -x : x, moved = size + 0.5f; /* subnormals: rounded, in the last bits of the mantissa */
-    uint32_t bits, low;
-    memcpy(&bits, &size, sizeof bits), memcpy(&low, &moved, sizeof low);
+    uint32_t bits, low, sign;
+    memcpy(&bits, &size, sizeof bits), memcpy(&low, &moved, sizeof low), memcpy(&sign, &x, sizeof sign);
     const uint32_t normal = (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13;
-    return (uint16_t)((size < 0x1p-14f ? low - 0x3f000000 : normal) | (x < 0) << 15);
+    return (uint16_t)((size < 0x1p-14f ? low - 0x3f000000 : normal) | (sign >> 16 & 0x8000));
 }
 
 /* to = x (n), rounded to blocks. Their scale is the element of the largest magnitude / -8, which has a code: that of 8 has none.
@@ -56,7 +57,7 @@ static void round_row_i4(const lane *x, int64_t n, char *to)
     const v_t magic = v_splat((lane)(LANE_BITS == 64 ? 0x1.8p52 : 0x1.8p23)); /* adding it rounds to integers */
     v_t zero = v_splat(0), most = v_splat(0);
     for (int64_t d = 0; d < n; d += LANES) zero += v_load(x + d) * v_splat(0), most = v_max(v_abs(v_load(x + d)), most);
-    const int fits = !v_any(zero != zero) && v_max_lanes(most) < 8 * 65520;
+    const int fits = !v_any(zero != zero) && (float)v_max_lanes(most) < 8 * 65520.0f;
     const int64_t blocks = n / I4_BLOCK;
     for (int64_t b = 0; b < blocks; b++, x += I4_BLOCK) {
         v_t high = v_load(x), low = -high;

@@ -19,7 +19,6 @@ from fastattn._args.statistics import statistics_args
 from fastattn._args.types import (
     FLOAT32,
     FLOAT64,
-    INT4,
     Array,
     ArrayLike,
     AttentionArgs,
@@ -39,6 +38,7 @@ from fastattn._args.values import (
     int8_operand,
     integer,
     integers,
+    is_int4,
     keys_operand,
     number,
     of_sequences,
@@ -97,19 +97,22 @@ def attention_args(
     copies: list[str] = []
     args.q = q_array = operand(names[0], q, copies)
     dtype = q_array.dtype
-    lane = lane_dtype(dtype)
+    lane, in_blocks = lane_dtype(dtype), False
     if k_scale is None and v_scale is None:
         hint = scales and f", or int8 with {scales}"
         keys = keys_operand if scales or cached else operand
         args.k = k_array = keys(names[1], k, copies, hint)
         args.v = v_array = keys(names[2], v, copies, hint)
-        in_blocks = k_array.dtype is not dtype and k_array.dtype == v_array.dtype == INT4
-        if not (k_array.dtype is dtype and v_array.dtype is dtype) and not in_blocks:
-            arrays = dict(zip(names, (q_array, k_array, v_array), strict=True))
-            require_dtypes(arrays, scales and f", or int8 for all others with {scales}", (q, k, v))
+        if not (k_array.dtype is dtype and v_array.dtype is dtype):
+            in_blocks = is_int4(k_array)
+            if in_blocks != is_int4(v_array):
+                came = f"{names[1]} has dtype {k_array.dtype} and {names[2]} {v_array.dtype}"
+                raise TypeError(f"(): {came}; expected both in int4, or neither")
+            if not in_blocks:
+                arrays = dict(zip(names, (q_array, k_array, v_array), strict=True))
+                require_dtypes(arrays, scales and f", or int8 for all others with {scales}", (q, k, v))
     else:
         _require_both(k_scale, v_scale)
-        in_blocks = False
         args.k = k_array = int8_operand(names[1], "k_scale", k, copies)
         args.v = v_array = int8_operand(names[2], "v_scale", v, copies)
         args.k_scale = real_values("k_scale", k_scale, lane, copies)

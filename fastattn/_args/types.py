@@ -235,7 +235,7 @@ class BackwardArgs(KernelArgs):
 
     kernel: ClassVar[str] = "attention_backward"
 
-    attention: AttentionArgs  # its `out` and `lse` are results of the forward pass
+    attention: AttentionArgs  # its `out` and `lse` are results of the forward pass; k and v are no integers
     dout: Array  # as attention.out
     dlse: Array | None = None  # broadcasts to (*batch_shape, heads_q, len_q), lane dtype
     # (*batch_shape, heads, length, head_dim), in the input's dtype or the lane dtype.
@@ -251,6 +251,10 @@ class BackwardArgs(KernelArgs):
     dsinks: Array | None = None
     dalibi_slopes: Array | None = None
     dsoftcap: Array | None = None
+
+    def __post_init__(self) -> None:
+        if self.attention.k.dtype == INT4:
+            raise TypeError("(): k is in int4, which has no gradients")
 
     @property
     def out(self) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 
 from fastattn._args.blocks import copied
 from fastattn._args.errors import wrong_dtype, wrong_shape, wrong_type
-from fastattn._args.types import FLOAT32, FLOAT64, INT4, Array, Ints, Shape
+from fastattn._args.types import FLOAT32, FLOAT64, INT4, INT4_BYTES, Array, Ints, Shape
 
 # Bits of ndarray.flags.num: reading it once takes a tenth of the time of reading the flags one by one.
 CONTIGUOUS, OWNS_DATA, ALIGNED, WRITEABLE = 0x1, 0x4, 0x100, 0x400
@@ -202,7 +202,10 @@ def is_int4(x: Any) -> bool:
 def keys_operand(name: str, x: Any, copies: list[str], hint: str = "") -> Array:
     """`x` as k or v: as `operand`, or bytes in INT4."""
     if is_int4(x):
-        return readable(require_dims(name, as_array(name, x), 2), name, copies, "the head dimension")
+        array = require_dims(name, as_array(name, x), 2)
+        if array.shape[-1] % INT4_BYTES:
+            raise wrong_shape(name, array, f"a last axis of a multiple of {INT4_BYTES} bytes in int4")
+        return readable(array, name, copies, "the head dimension")
     return operand(name, x, copies, hint)
 
 

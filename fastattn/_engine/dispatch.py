@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import INT4, lane_dtype
 from fastattn._engine import settings
 from fastattn._reference import attention as reference
 from fastattn._reference import (
@@ -131,6 +131,11 @@ def _conversions(args: AttentionArgs, plan: dict[str, Any], gathers: str) -> Ite
                 yield f"q rounded, tile by tile: {x.dtype} to int8"
             elif x.itemsize > 1:
                 yield f"{name} rounded, {x.size / 2**20:.3g} MB: {x.dtype} to int8"
+        elif x.dtype == INT4 and plan["kernel"] != "few_rows":
+            yield f"{name} widened, block by block: int4 to {lane_dtype(args.q.dtype)}"
+        elif args.k.dtype == INT4 and plan["kernel"] == "few_rows":
+            if name == "q":
+                yield f"q rounded, 32 numbers at a time: {x.dtype} to int8"
         elif x.itemsize == 1:
             wide = "bfloat16" if dotted else lane_dtype(args.q.dtype)
             yield f"{name} widened and scaled, block by block: int8 to {wide}"

@@ -213,9 +213,9 @@ def attention(
 
     Keys and values of a cache in int4 are widened in blocks of 64, too: the result has the error of float32
     on what they stand for. Up to 8 query rows of a key head against more keys are an exception, but for
-    float64: each 32 elements of a query times the Hadamard matrix are rounded to int8, by up to 1/254 of
-    their largest magnitude, and each probability times a scale to 16 bits, by up to 1/65,534 of the largest
-    of 64 keys.
+    float64 and the NumPy backend: each 32 elements of a query times the Hadamard matrix are rounded to int8,
+    by up to 1/254 of their largest magnitude, and each probability times a scale to 16 bits, by up to
+    1/65,534 of the largest of 64 keys.
 
     With ``products="int8"``, each query is rounded as well, by up to ``abs(q).max() / 254``. Each probability
     times its v_scale is rounded by up to 1/510 (1/254 on Arm) of the largest probability times the largest
@@ -236,7 +236,7 @@ def attention(
 
     The same input gives the same bits on one instruction set, in every run and in any batch. Up to 8 query
     rows of a key head use another kernel. Padding changes the last bits of such rows if it adds rows beyond
-    8, or keys that only a mask hides. Self-attention is unaffected.
+    8, of int4 by what that kernel rounds, or keys that only a mask hides. Self-attention is unaffected.
 
     Sources: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867;
     T. Dao, D. Y. Fu, S. Ermon, A. Rudra, C. Ré, "FlashAttention: Fast and Memory-Efficient Exact Attention

@@ -105,7 +105,7 @@ def vjp_of(
             if chosen.pop(option, None) is not None:
                 of = "pages have" if option == "block_table" else "int8 has"
                 raise ValueError(f"(): {option} is given; expected none: {of} no gradients")
-        for argument, x in zip(positional, arrays, strict=False):
+        for argument, x in {**dict(zip(positional, arrays, strict=False)), **chosen}.items():
             if is_int4(x):
                 raise TypeError(f"(): {argument} is in int4, which has no gradients")
         if require is not None:

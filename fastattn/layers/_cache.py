@@ -92,7 +92,7 @@ class KVCache:
         Tokens of each sequence to allocate for at the first append.
     dtype : dtype, optional
         dtype of the arrays; default that of the first keys. "float16" or "bfloat16" halves the memory that a
-        step of float32 queries reads, "int8" quarters it, and "int4" takes half of int8's.
+        step of float32 queries reads, "int8" quarters it, and "int4" halves int8's.
 
     Examples
     --------
@@ -118,13 +118,16 @@ class KVCache:
     give the error of scores and results. A key or value with NaN or Inf becomes NaN as a whole: its scale is
     NaN. Scales are float32, or float64 if the first keys are; later float64 has to fit scales in float32.
 
-    In "int4", head dimensions are multiples of 32. A key or value is multiplied by a Hadamard matrix, which
-    spreads elements that stand out; matrices are of the largest powers of two that fit, at most 256. Each 32
-    elements of the product become integers from -8 to 7 times a float16 scale, the element of the largest
-    magnitude / -8: they err by at most half of the scale, or by all of it next to 8. Arrays are (batch,
-    heads_kv, len_k, 18 * head_dim / 32), their dtype ``[("int4", "u1")]``: a row has the scales, then 16
-    bytes for each 32 elements, i in the lower half of byte i and i + 16 in the upper, 8 added. A row with NaN
-    or Inf, or too large for such scales (beyond 524,000 after the product), becomes NaN as a whole.
+    In "int4", head dimensions are multiples of 32. Keys and values are multiplied by Hadamard matrices, which
+    spread elements that stand out: H(1) = 1, H(2n) = [[H(n), H(n)], [H(n), -H(n)]] / sqrt(2), of the largest
+    powers of two that fit, at most 256, one after the other: 96 elements by H(64) and H(32). Each 32 elements
+    of the product become integers from -8 to 7 times a float16 scale, the element of the largest magnitude /
+    -8: they err by at most half of the scale, or by all of it next to 8. Arrays are (batch, heads_kv, len_k,
+    18 * head_dim / 32), for values with their own head_dim, and their dtype is ``[("int4", "u1")]``: a row
+    has the scales, then 16 bytes for each 32 elements, i in the lower half of byte i and i + 16 in the upper,
+    8 added. A row with NaN or Inf, or too large for such scales (beyond 524,000 after the product), becomes
+    NaN as a whole. Scales below 6e-5 have fewer digits: 32 elements below 5e-4 err by more, and those below
+    2e-7 become 0.
 
     Sources: for "int4", S. Ashkboos et al., "QuaRot", 2024, arXiv:2404.00456.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fastattn._args.cache import cache_args
+from fastattn._args.cache import cache_args, require_blocks
 from fastattn._args.errors import named, wrong_shape, wrong_type
 from fastattn._args.options import require_options
 from fastattn._args.types import Array, ArrayLike, DTypeLike, Rounding, Unpack
@@ -132,6 +132,13 @@ class LayerStack(Layer):
 
     _forward = TransformerLayer._forward
 
+    def _cache_args(self, capacity: int, dtype: DTypeLike | None) -> tuple[int, np.dtype[Any] | None]:
+        """Check the arguments of `new_cache`."""
+        room, kept = cache_args(capacity, dtype)
+        for i, layer in enumerate(self.layers):
+            require_blocks(f"layers[{i}] has a head_dim of", layer.self_attn._head_dim, kept)
+        return room, kept
+
     def _holders(self) -> Sequence[int]:
         """The layers that have a cache."""
         return range(len(self.layers))
@@ -206,7 +213,7 @@ class TransformerEncoder(LayerStack):
     @named("{cls}.new_cache")
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[KVCache]:
         """Make empty caches, one for each layer that has keys: see `KVCache`."""
-        room, kept = cache_args(capacity, dtype)
+        room, kept = self._cache_args(capacity, dtype)
         self._require_layers()
         return Caches(KVCache(room, kept) for _ in self._holders())
 
@@ -246,7 +253,7 @@ class TransformerDecoder(LayerStack):
     @named("{cls}.new_cache")
     def new_cache(self, capacity: int = 0, dtype: DTypeLike | None = None) -> Caches[DecoderCache]:
         """Make empty caches, one for each layer: see `KVCache` and `DecoderCache`."""
-        room, kept = cache_args(capacity, dtype)
+        room, kept = self._cache_args(capacity, dtype)
         return Caches(DecoderCache(KVCache(room, kept)) for _ in self.layers)
 
 

@@ -66,7 +66,7 @@ static void release(int n)
     }
 }
 
-static int64_t bytes_of(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : dtype == FA_I8 ? 1 : 2; }
+static int64_t bytes_of(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : dtype >= FA_I8 ? 1 : 2; }
 
 /* The type that accumulates; lse, slopes and sinks have it. */
 static fa_dtype lane_of(fa_dtype q) { return q == FA_F64 ? FA_F64 : FA_F32; }

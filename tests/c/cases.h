@@ -116,7 +116,7 @@ static test_case case_of(int number)
 
 static void describe(const test_case *c)
 {
-    static const char *const names[] = {"float32", "float64", "float16", "bfloat16", "int8"};
+    static const char *const names[] = {"float32", "float64", "float16", "bfloat16", "int8", "int4"};
     const shape *s = &c->s;
     printf("q %s, k and v %s, ", names[c->q], names[c->kv]);
     printf("batch %d, heads %d / %d, len %d x %d, head_dim %d, %d", s->batch, s->heads_q, s->heads_kv, s->len_q,
@@ -201,10 +201,31 @@ static int attends(const fa_attention_args *a, int64_t b, int64_t h, int64_t i, 
            !(a->mods.bias.data && get(&a->mods.bias, b, h, i, j) == -INFINITY);
 }
 
+/* Bytes of a row of k or v in FA_I4, which has the scales of its blocks and then their codes; else its numbers. */
+static int64_t columns_of(fa_dtype dtype, int64_t n) { return dtype == FA_I4 ? n / 32 * 18 : n; }
+
+/* Rows of FA_I4: any codes, and scales that make numbers from about -1 to 1. */
+static void fill_int4(const fa_attention_args *a, const fa_array *x, int64_t width)
+{
+    FOR(b, a->batch) FOR(h, a->heads_kv) FOR(key, a->len_k)
+    {
+        FOR(j, columns_of(FA_I4, width)) * at(x, b, h, key, j) = (char)below(256);
+        FOR(block, width / 32)
+        {
+            const uint16_t scale = to_half(half_of(FA_F16), uniform(-0.12, 0.12));
+            memcpy(at(x, b, h, key, 2 * block), &scale, sizeof scale);
+        }
+    }
+}
+
 /* Element (b, h, key, d) of k or v becomes about `value`, from -1 to 1. If it is int8 and that is not finite, its key's
- * scale becomes NaN. (Inf times integers of one sign is a score of -Inf: talking heads take that for hidden.) */
+ * scale becomes NaN. (Inf times integers of one sign is a score of -Inf: talking heads take that for hidden.) In FA_I4 the
+ * scale of its block becomes NaN, or nothing changes. */
 static void set_kv(const fa_array *x, const fa_array *scale, int64_t b, int64_t h, int64_t key, int64_t d, double value)
 {
+    const uint16_t nan = 0x7e00;
+    if (x->dtype == FA_I4 && !isfinite(value)) memcpy(at(x, b, h, key, d / 32 * 2), &nan, sizeof nan);
+    if (x->dtype == FA_I4) return;
     if (x->dtype != FA_I8) set(x, b, h, key, d, value);
     else if (isfinite(value)) set(x, b, h, key, d, rint(value * 128 - 0.5));
     else set(scale, b, h, key, 0, NAN);
@@ -258,8 +279,10 @@ static fa_attention_args new_inputs(const test_case *c)
     if (c->options & SIGMOID) a->sigmoid = 1, a->sigmoid_bias = uniform(-3, 0);
     if (c->statistics & TOP) a->stats.n_top = smaller(s->len_k, 1 + below(9));
     a->q = new_floats(c->q, a->batch, a->heads_q, a->len_q, a->head_dim, random ? (int)below(8) : 0);
-    a->k = new_floats(c->kv, a->batch, a->heads_kv, a->len_k, a->head_dim, random ? (int)below(8) | share : 0);
-    a->v = new_floats(c->kv, a->batch, a->heads_kv, a->len_k, a->head_dim_v, random ? (int)below(8) | share : 0);
+    const int64_t columns = columns_of(c->kv, a->head_dim), columns_v = columns_of(c->kv, a->head_dim_v);
+    a->k = new_floats(c->kv, a->batch, a->heads_kv, a->len_k, columns, random ? (int)below(8) | share : 0);
+    a->v = new_floats(c->kv, a->batch, a->heads_kv, a->len_k, columns_v, random ? (int)below(8) | share : 0);
+    if (c->kv == FA_I4) fill_int4(a, &a->k, a->head_dim), fill_int4(a, &a->v, a->head_dim_v);
     if (c->kv == FA_I8) {
         a->k_scale = new_scales(a, lane, random ? (int)below(8) | share | (below(2) ? ODD : 0) : 0);
         a->v_scale = new_scales(a, lane, random ? (int)below(8) | share | (below(2) ? ODD : 0) : 0);

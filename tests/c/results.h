@@ -14,7 +14,7 @@ static fa_array twin(fa_array x)
 {
     const int64_t size = bytes_of(x.dtype), times = 8 / size;
     const mapping *m = mapping_of(x.data), *of_batch = mapping_of(x.batch);
-    if (!x.data || x.dtype == FA_I8) return x;
+    if (!x.data || x.dtype >= FA_I8) return x;
     if (of_batch) {
         int64_t *offsets = (int64_t *)allocate(of_batch->size);
         FOR(b, of_batch->size / sizeof *offsets) offsets[b] = x.batch[b] * times;

@@ -127,6 +127,8 @@ def attention_backward(args):
     cdef int lane, threads = args.attention.num_threads
     memset(&c, 0, sizeof(c))
     cdef _Tables _tables = _set_args(a, args.attention, True)  # which, as those below, must outlive the kernels
+    if a.k.dtype >= FA_I8:
+        raise _misfit("k", args.attention.k, "floats")
     cdef _Tables tables = _Tables(args.attention.batch_shape, BACKWARD_ARRAYS)
     cdef object dbias = args.dbias, wide = args.dbias
     lane = _lane_type(a.q.dtype)

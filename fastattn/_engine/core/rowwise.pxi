@@ -4,6 +4,8 @@ cdef _Tables _set_rowwise(fa_rowwise_args *r, args):
     """Fill `r`, of a RowwiseArgs; returns the batch tables it points into."""
     memset(r, 0, sizeof(fa_rowwise_args))
     cdef _Tables tables = _set_args(&r.attention, args.attention, True)
+    if r.attention.k.dtype == FA_I4:
+        raise _misfit("k", args.attention.k, "floats, or int8 with scales")
     r.k_keys = args.top_k
     _fill_rowwise(r, args)
     return tables
