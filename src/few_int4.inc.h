@@ -6,7 +6,7 @@
  *     o_d = alpha o_d + unit_b (sum_j w_jb v_jd - 8 sum_j w_jb), w_jb = round(p_j v_scale_jb / unit_b)
  *
  * Literals  nr, rows at a time: 1, 2 or 4.
- * Exports   few_int4, cut_few_int4; int4_query, int4_scores, int4_value_scales, int4_values. */
+ * Exports   few_int4, cut_few_int4; IN_FOURS_TWOS_ONES; int4_query, int4_scores, int4_value_scales, int4_values. */
 #pragma once
 #include "nonfinite.inc.h"
 #include "int8_products.inc.h"
@@ -50,12 +50,21 @@ INLINE void int4_query(const few_int4 *f, int64_t r, lane *q)
     }
 }
 
+/* call(nr), for four rows at a time, then two, then one, from row r on. A macro each, so that nr is a literal. */
+#define IN_FOURS_TWOS_ONES(rows, r, call)                                                                              \
+    do {                                                                                                               \
+        int64_t r = 0;                                                                                                 \
+        for (; LANES >= 4 && r + 4 <= (rows)->n; r += 4) call(4);                                                      \
+        for (; r + 2 <= (rows)->n; r += 2) call(2);                                                                    \
+        for (; r < (rows)->n; r++) call(1);                                                                            \
+    } while (0)
+
 #if LANE_BITS == 32
 /* Scores of nr rows from r0 on, (rows, BLOCK_K), of n keys, and of whole vectors. Values are fetched beside the first rows. */
 INLINE void int4_scores_of(int nr, const few_int4 *f, int64_t n, int64_t r0, lane *s)
 {
     const vi_t four_bits = (vi_t){0} + 0x0f0f0f0f;
-    const int64_t bytes = f->fetches ? row_size(FA_I4, f->blocks_v * I4_BLOCK) : 0, dense = f->v_row == bytes;
+    const int64_t bytes = f->fetches ? row_size(FA_I4, f->blocks_v * I4_BLOCK) : 0, dense = bytes && f->v_row == bytes;
     for (int64_t j = 0; j < n; j += LANES) {
         if (r0 == 0 && bytes) /* of rows side by side the lines that they share, once */
             prefetch_rows(f->v + j * f->v_row, f->v_row, dense ? 1 : LANES, dense ? LANES * bytes : bytes);
@@ -135,14 +144,6 @@ INLINE void int4_values_of(int nr, const few_int4 *f, int64_t n, int64_t b, int6
     }
 }
 
-#define INT4_ROWS(n, r, call)                                                                                          \
-    do {                                                                                                               \
-        int64_t r = 0;                                                                                                 \
-        for (; r + 4 <= (n); r += 4) call(4);                                                                          \
-        for (; r + 2 <= (n); r += 2) call(2);                                                                          \
-        for (; r < (n); r++) call(1);                                                                                  \
-    } while (0)
-
 /* n rows from j0 on, `row` bytes apart, of which whole vectors can be read: where they are, or copied. */
 INLINE const char *int4_rows(const fa_array *x, const row_block *rows, int64_t j0, int64_t n, int64_t width, char *copy,
                              int64_t *row)
@@ -162,7 +163,7 @@ static void int4_scores(const fa_attention_args *a, const row_block *rows, int64
     if (f->fetches) f->v = int4_rows(&a->v, rows, j0, n, a->head_dim_v, f->v_copy, &f->v_row);
     load_block_scales(f->k, f->k_row, n, f->blocks, f->scale);
 #define SCORES(nr) int4_scores_of(nr, f, n, r, s)
-    INT4_ROWS(rows->n, r, SCORES);
+    IN_FOURS_TWOS_ONES(rows, r, SCORES);
 #undef SCORES
 }
 
@@ -192,7 +193,7 @@ static void int4_values(const fa_attention_args *a, const row_block *rows, int64
         prefetch_keys(&a->k, rows, j0 + n + part, more * (b + 1) / blocks - part, a->head_dim);
         UNROLL_FOR(int first = 0; first < I4_BLOCK / 2; first += LANES) {
 #define VALUES(nr) int4_values_of(nr, f, n, b, first, r, alpha, acc, acc_row)
-            INT4_ROWS(rows->n, r, VALUES);
+            IN_FOURS_TWOS_ONES(rows, r, VALUES);
 #undef VALUES
         }
     }

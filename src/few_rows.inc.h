@@ -10,7 +10,7 @@
  *         acc (rows, head_dim_v) = alpha acc + p V
  *
  * Literals  dtype: of K and V. nr, rows at a time: 1, 2 or 4. nd, vectors of head_dim_v at a time: 1 or FEW_NV.
- * Exports   FEW_ROWS, few_scratch, cut_few_scratch; few_score_product, few_scores, IN_FOURS_TWOS_ONES; few_attend. */
+ * Exports   FEW_ROWS, few_scratch, cut_few_scratch; few_score_product, few_scores; few_attend. */
 #pragma once
 #include "modifiers.inc.h"
 #include "partial.inc.h"
@@ -283,15 +283,6 @@ INLINE const lane *scaled_probs(const row_block *rows, int64_t n, const few_scra
             v_store(weights + r * BLOCK_K + j, v_load(scratch->s + r * BLOCK_K + j) * v_load(scratch->scale + j));
     return weights;
 }
-
-/* call(nr), for four rows at a time, then two, then one, from row r on. A macro each, so that nr is a literal. */
-#define IN_FOURS_TWOS_ONES(rows, r, call)                                                                              \
-    do {                                                                                                               \
-        int64_t r = 0;                                                                                                 \
-        for (; LANES >= 4 && r + 4 <= (rows)->n; r += 4) call(4);                                                      \
-        for (; r + 2 <= (rows)->n; r += 2) call(2);                                                                    \
-        for (; r < (rows)->n; r++) call(1);                                                                            \
-    } while (0)
 
 /* A run of keys, one block at most. */
 INLINE void few_block(const fa_attention_args *a, fa_dtype dtype, const modifiers *mods, const row_block *rows,
