@@ -238,11 +238,9 @@ def rounded_first(
     return fastattn.attention(q[None], **cached, **options)[0]
 
 
-def token_by_token(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool = False, dtype: str = "int4"
-) -> np.ndarray:
-    """The same, each query in a call of one token."""
-    cached, n = KVCache(dtype=dtype).append(k[None], v[None]), q.shape[1]
+def token_by_token(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool = False) -> np.ndarray:
+    """Attention to a cache in int4, each query in a call of one token."""
+    cached, n = KVCache(dtype="int4").append(k[None], v[None]), q.shape[1]
     ends = np.arange(1, n + 1) if causal else n
     each = fastattn.attention(q.swapaxes(0, 1)[:, :, None], cached.k, cached.v, kv_lengths=ends)
     return each[:, :, 0].swapaxes(0, 1)

@@ -401,6 +401,6 @@ static void few_attend(const fa_attention_args *a, row_block *rows, int64_t key_
                        few_scratch *scratch, const partial *part)
 {
     if (a->k.dtype == FA_I8) few_attend_as(a, FA_I8, rows, key_begin, key_end, scratch, part);
-    else if (a->k.dtype == FA_I4) few_attend_as(a, FA_I4, rows, key_begin, key_end, scratch, part);
+    else if (LANE_BITS == 32 && a->k.dtype == FA_I4) few_attend_as(a, FA_I4, rows, key_begin, key_end, scratch, part);
     else WITH_DTYPE(a->k.dtype, dtype, few_attend_as(a, dtype, rows, key_begin, key_end, scratch, part));
 }

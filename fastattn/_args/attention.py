@@ -24,6 +24,7 @@ from fastattn._args.types import (
     AttentionArgs,
     Ints,
     Shape,
+    dtype_name,
     lane_dtype,
     shape_of,
 )
@@ -106,7 +107,8 @@ def attention_args(
         if not (k_array.dtype is dtype and v_array.dtype is dtype):
             in_blocks = is_int4(k_array)
             if in_blocks != is_int4(v_array):
-                came = f"{names[1]} has dtype {k_array.dtype} and {names[2]} {v_array.dtype}"
+                kinds = dtype_name(k_array.dtype), dtype_name(v_array.dtype)
+                came = f"{names[1]} has dtype {kinds[0]} and {names[2]} {kinds[1]}"
                 raise TypeError(f"(): {came}; expected both in int4, or neither")
             if not in_blocks:
                 arrays = dict(zip(names, (q_array, k_array, v_array), strict=True))

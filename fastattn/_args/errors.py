@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
-from fastattn._args.types import Array
+from fastattn._args.types import Array, dtype_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -92,7 +92,7 @@ def wrong_shape(name: str, x: Any, expected: object) -> ValueError:
 
 def wrong_dtype(name: str, x: Array, expected: str) -> TypeError:
     """The dtype of the array `x` is not `expected`."""
-    return TypeError(f"(): {name} has dtype {x.dtype}; expected {expected}")
+    return TypeError(f"(): {name} has dtype {dtype_name(x.dtype)}; expected {expected}")
 
 
 def wrong_type(name: str, x: Any, expected: str) -> TypeError:

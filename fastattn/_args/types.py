@@ -396,6 +396,11 @@ def shape_of(x: Array) -> Shape:
     return (*x.shape[:-1], x.shape[-1] // INT4_BYTES * INT4_BLOCK) if x.dtype == INT4 else x.shape
 
 
-def int4_bytes(head_dim: int) -> int:
-    """Length of the last axis in INT4."""
-    return head_dim // INT4_BLOCK * INT4_BYTES
+def columns(dtype: np.dtype[Any], head_dim: int) -> int:
+    """Length of the last axis of keys or values in `dtype`."""
+    return head_dim // INT4_BLOCK * INT4_BYTES if dtype == INT4 else head_dim
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """What messages call `dtype`."""
+    return "int4" if dtype == INT4 else str(dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._args.types import INT4, Array, AttentionArgs, RopeArgs, int4_bytes, lane_dtype
+from fastattn._args.types import INT4, Array, AttentionArgs, RopeArgs, columns, lane_dtype
 from fastattn._args.values import readable
 from fastattn._engine import dispatch, settings
 
@@ -34,7 +34,7 @@ def in_blocks(x: Array) -> Array:
     """`x` (..., heads, tokens, head_dim) in INT4, multiplied by a Hadamard matrix: (..., bytes)."""
     x = readable(x, "x", [], "the head dimension")
     lane = lane_dtype(x.dtype)
-    out = np.empty((*x.shape[:-1], int4_bytes(x.shape[-1])), INT4)
+    out = np.empty((*x.shape[:-1], columns(INT4, x.shape[-1])), INT4)
     nothing = np.empty((1, 1, 0), lane)  # no positions
     dispatch.run(RopeArgs(x, out, nothing, nothing, False, settings.get_num_threads()))
     return out

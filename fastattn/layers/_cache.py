@@ -21,7 +21,8 @@ from fastattn._args.types import (
     DTypeLike,
     Ints,
     Shape,
-    int4_bytes,
+    columns,
+    dtype_name,
     lane_dtype,
     shape_of,
 )
@@ -143,10 +144,8 @@ class KVCache:
         self._held: tuple[Array, ...] = ()
 
     def __repr__(self) -> str:
-        shape = "empty"
-        if self._held:
-            k = self._held[0]
-            shape = f"{shape_of(k)} in {'int4' if k.dtype == INT4 else k.dtype}"
+        k = self._held[0] if self._held else None
+        shape = "empty" if k is None else f"{shape_of(k)} in {dtype_name(k.dtype)}"
         return f"<KVCache: {self._length} of {self._capacity} tokens, {shape}>"
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
@@ -430,8 +429,7 @@ class KVCache:
         wanted = 2 * self._capacity if self._held else self._capacity
         capacity = max(room, wanted, _LEAST_CAPACITY)
         lane, dtype = lane_dtype(dtype.newbyteorder("=")), self._dtype or dtype.newbyteorder("=")
-        widths = [int4_bytes(shape[3]) if dtype == INT4 else shape[3] for shape in shapes]
-        roomy = [(*shape[:2], capacity, width) for shape, width in zip(shapes, widths, strict=True)]
+        roomy = [(*shape[:2], capacity, columns(dtype, shape[3])) for shape in shapes]
         arrays = tuple(np.empty(shape, dtype) for shape in roomy)
         if dtype == np.int8:
             lane = self._held[2].dtype if self._held else lane

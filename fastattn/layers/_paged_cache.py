@@ -11,7 +11,7 @@ from fastattn._args.cache import append_args, require_blocks
 from fastattn._args.dtypes import float_dtype
 from fastattn._args.errors import named
 from fastattn._args.quiet import quiet
-from fastattn._args.types import FLOAT32, INT4, Array, ArrayLike, DTypeLike, int4_bytes
+from fastattn._args.types import FLOAT32, Array, ArrayLike, DTypeLike, columns
 from fastattn._args.values import MOST_SIZE, integer
 from fastattn._engine.slots import stored
 
@@ -60,8 +60,7 @@ class PagedKVCache:
         shape = tuple(integer(name, x, 1, MOST_SIZE) for name, x in sizes.items())
         self._dtype, self._page = kept_as, shape[2]
         require_blocks("head_dim is", shape[3], kept_as)
-        if kept_as == INT4:
-            shape = *shape[:3], int4_bytes(shape[3])
+        shape = *shape[:3], columns(kept_as, shape[3])
         # Keys and values, (pages, heads, page, head_dim), and of int8 their scales.
         self._held: tuple[Array, ...] = np.zeros(shape, kept_as), np.zeros(shape, kept_as)
         if kept_as == np.int8:

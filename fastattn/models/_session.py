@@ -17,7 +17,7 @@ from fastattn._args.cache import require_blocks
 from fastattn._args.dtypes import dtype_choice
 from fastattn._args.errors import named, wrong_type
 from fastattn._args.packed import PackedLinear
-from fastattn._args.types import INT4, Ints, shape_of
+from fastattn._args.types import INT4, Ints, dtype_name, shape_of
 from fastattn._args.values import integer, integers, one_of
 from fastattn.layers._mixers import Kind
 from fastattn.models._embeddings import Frequencies, of_length
@@ -216,7 +216,7 @@ def load(
     dtypes = [model.dtype.name, *cache_dtypes(model.dtype)]
     for heads, first, group in zip(key_heads, cache.firsts, cache.groups, strict=True):
         k, v = group._held[:2]
-        kept = "int4" if k.dtype == INT4 else k.dtype.name
+        kept = dtype_name(k.dtype)
         shape = 1, heads.heads_kv, ids.size - first, heads.head_dim
         if not shape_of(k) == shape_of(v) == shape or kept not in dtypes:
             came = f"keys and values {shape_of(k)} and {shape_of(v)} in {kept}"

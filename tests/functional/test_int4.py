@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from implementations import COMPILED, each_isa, forced
 from int8_inputs import arguments_of
-from layer_oracle import randomized
+from layer_oracle import errors_of_cache, randomized
 from oracle import assert_same_bits, check, expect, spread_inputs
 from refused import assert_refused, refused
 
@@ -249,7 +249,9 @@ def test_one_bad_scale_makes_all_of_a_row_nan(implementation):
 
 def test_explain_says_what_is_rounded():
     q, blocks, _, _ = inputs(FEW, "float32")
-    if "few_rows" in (shown := fastattn.explain(q, **blocks))["kernel"]:
+    if COMPILED:
+        shown = fastattn.explain(q, **blocks)
+        assert shown["kernel"] == "few_rows"
         assert shown["conversions"] == ("q rounded, 32 numbers at a time: float32 to int8",)
     q, blocks, _, _ = inputs(PREFILL, "float32")
     names = fastattn.explain(q, **blocks)["conversions"]
@@ -330,18 +332,12 @@ def test_a_cache_in_pages(implementation):
     "options", [{}, {"window": (4, 0)}, {"add_zero_attn": True}, {"num_kv_heads": 1}], ids=str
 )
 def test_a_layer_with_a_cache(options, implementation):
-    """Near the layer without rounding, with lengths of its own for each sequence, and with weights."""
+    """Its results and weights are near those of a cache that is not rounded, for sequences of any lengths."""
+    layer = randomized(MultiHeadAttention(64, 2, rope=Rope(rope_frequencies(32)), **options))
     x = np.random.default_rng(9).standard_normal((3, 9, 64)).astype(np.float32)
-    layer, results = randomized(MultiHeadAttention(64, 2, rope=Rope(rope_frequencies(32)), **options)), []
-    for dtype in (None, "int4"):
-        cache, parts = KVCache(dtype=dtype), []
-        parts.append(layer(x[:, :4], cache=cache, lengths=[4, 2, 3], is_causal=True)[0][:, :2])
-        out, weights = layer(x[:, 4:6], cache=cache, is_causal=True, need_weights=True)
-        parts += [out, layer(x[:, 6:7], cache=cache, is_causal=True)[0]]
-        results.append((np.concatenate(parts, axis=1), weights))
-    (out, weights), (rounded, rounded_weights) = results
-    assert 1e-3 < np.abs(rounded - out).max() / np.abs(out).max() < 0.25
-    assert 1e-3 < np.abs(rounded_weights - weights).max() < 0.1
+    out, weights = errors_of_cache(layer, x, "int4")
+    assert 1e-3 < out < 0.25
+    assert 1e-3 < weights < 0.1
 
 
 ERRORS = r"""

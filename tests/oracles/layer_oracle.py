@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fastattn.grad import vjp
-from fastattn.layers import MultiHeadAttention, Rope
+from fastattn.layers import KVCache, MultiHeadAttention, Rope
 from fastattn.positions import rope_frequencies
 
 BATCH, LENGTH, WIDTH, HEADS = 3, 11, 64, 4
@@ -175,3 +175,16 @@ def assert_gradients(layer, *inputs, call=None, step=1e-5, **options):
     for name, got, expected in slopes:
         assert abs(got - expected) <= 2e-7 * max(1, most), name
     assert most > 0
+
+
+def errors_of_cache(layer, x, dtype):
+    """How far a cache in `dtype` moves results, relative to the largest, and weights: of three sequences."""
+    found = []
+    for kept in (None, dtype):
+        cache, parts = KVCache(dtype=kept), []
+        parts.append(layer(x[:, :4], cache=cache, lengths=[4, 2, 3], is_causal=True)[0][:, :2])
+        out, weights = layer(x[:, 4:6], cache=cache, is_causal=True, need_weights=True)
+        parts += [out, layer(x[:, 6:7], cache=cache, is_causal=True)[0]]
+        found.append((np.concatenate(parts, axis=1), weights))
+    (out, weights), (rounded, rounded_weights) = found
+    return np.abs(rounded - out).max() / np.abs(out).max(), np.abs(rounded_weights - weights).max()

@@ -16,7 +16,7 @@ import threading
 
 import numpy as np
 
-from fastattn._args.types import INT4, int4_bytes, shape_of
+from fastattn._args.types import INT4, columns, shape_of
 from fastattn._args.weight_types import BLOCK, BLOCKED, INTEGERS, STORED, steps, stored_codes
 
 cnp.import_array()

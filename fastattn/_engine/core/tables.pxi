@@ -140,7 +140,7 @@ cdef class _Tables:
             if width % 32 or array.dtype != INT4:
                 raise _misfit(name, array, f"int4, {width} numbers")
             x.dtype = FA_I4
-            self.set(x, name, array, cnp.NPY_VOID, 3, heads, length, int4_bytes(width), True)
+            self.set(x, name, array, cnp.NPY_VOID, 3, heads, length, columns(INT4, width), True)
             return
         if scaled and cnp.PyArray_TYPE(array) != cnp.NPY_INT8:
             raise _misfit(name, array, "int8, which has scales")
