@@ -7,7 +7,8 @@ from scores import Scores, bias, dense_mask, options
 
 import fastattn
 from fastattn import functional
-from fastattn._args.types import lane_dtype
+from fastattn._args.types import INT4_BLOCK, lane_dtype, shape_of
+from fastattn._engine.rounding import in_blocks
 
 
 def rows_of(a, q="q", k="k", v="v"):
@@ -22,7 +23,7 @@ def rows_of(a, q="q", k="k", v="v"):
 def attended(a, dim=None):
     """Describe the results of attention for the arguments `a`."""
     rows, dtype = rows_of(a), native(a["q"])
-    found = [Like((*rows, np.asarray(a["v"]).shape[-1] if dim is None else dim), dtype)]
+    found = [Like((*rows, shape_of(np.asarray(a["v"]))[-1] if dim is None else dim), dtype)]
     lane, heads = lane_dtype(dtype), rows[:-1]
     len_k = np.asarray(a["v"]).shape[-2]
     if a.get("return_lse"):
@@ -68,6 +69,21 @@ def int8_attention(d):
     function = d.choose(fastattn.attention, fastattn.attention, functional.sigmoid_attention)
     left_out = ("stats",) if function is fastattn.attention else ("sinks", "return_lse", "stats")
     return Call(function, {**arguments, **options(d, s, *left_out)}, attended)
+
+
+@recipe
+def int4_attention(d):
+    """Draw a call with int4 keys and values, for few rows of which queries are rounded, too."""
+    dims = (INT4_BLOCK * int(n) for n in d.rng.integers(1, 6, 2))
+    s = Scores.draw(d)._replace(**dict(zip(("head_dim", "head_dim_v"), dims, strict=True)))
+    arguments = {"q": s.q(d)}
+    for name, x in zip("kv", map(np.asarray, s.kv(d)), strict=True):
+        rows = in_blocks(x.reshape(1, 1, -1, x.shape[-1]))
+        arguments[name] = d.laid_out(rows.reshape(*x.shape[:-1], rows.shape[-1]))
+    function = d.choose(fastattn.attention, fastattn.attention, functional.sigmoid_attention)
+    left_out = ("stats",) if function is fastattn.attention else ("sinks", "return_lse", "stats")
+    tolerance = 1.0 if s.dtype == np.float64 else 50.0
+    return Call(function, {**arguments, **options(d, s, *left_out)}, attended, tolerance=tolerance)
 
 
 def of_pages(a):

@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastattn._args.types import INT4_BYTES
+from fastattn._args.values import is_int4
 from fastattn._engine import settings
+from fastattn._reference import int4
 from fastattn.layers import Layer
 from fastattn.ops import PackedLinear
 
@@ -184,6 +187,9 @@ def largest(x: Any) -> float:
     """The largest magnitude in `x`; infinite if there is a NaN or an infinity."""
     most = 0.0
     for array in arrays_in(x):
+        if is_int4(array):  # wrong ones may have a scale that is NaN
+            whole = array.ndim and array.shape[-1] % INT4_BYTES == 0
+            array = int4.lanes(array, np.dtype(float)) if whole else np.zeros(0)
         if array.dtype.kind in "fV" and array.size:
             with np.errstate(all="ignore"):
                 here = float(abs(np.asarray(array).astype(np.float64)).max())
