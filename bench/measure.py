@@ -92,8 +92,10 @@ def decode(dtype: str) -> None:
 
 
 def int8(dtype: str) -> None:
-    """A cache in int8, and products of int8, also of arrays that are rounded first, beside other types."""
-    del dtype
+    """A cache in int8, and products of int8, also of arrays that are rounded first, beside other types.
+
+    Queries of the cache are in `dtype`.
+    """
     ints: dict[str, Any] = {"products": "int8"}
     one_row = ((32, 32, 1, 8192, 128), (32, 8, 1, 4096, 128))
     square = (
@@ -109,13 +111,13 @@ def int8(dtype: str) -> None:
         floats, pairs = (
             [normal(x, to, seed) for seed, x in enumerate(shapes)] for to in ("float32", "bfloat16")
         )
-        cached = {**KVCache(dtype="int8").append(*floats[1:])._asdict()}
+        cached = {"q": normal(shapes[0], dtype), **KVCache(dtype="int8").append(*floats[1:])._asdict()}
         for causal in (False, True)[: 1 + (len_q > 1)]:
             calls = [
                 partial(fastattn.attention, *floats),
                 partial(fastattn.attention, *pairs),
-                partial(fastattn.attention, floats[0], **cached),
-                partial(fastattn.attention, floats[0], **cached, **ints),
+                partial(fastattn.attention, **cached),
+                partial(fastattn.attention, **cached, **ints),
                 partial(fastattn.attention, *floats, **ints),
                 partial(fastattn.attention, *pairs, **ints),
             ]
