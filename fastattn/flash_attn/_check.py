@@ -11,7 +11,7 @@ import numpy as np
 from fastattn._args.attention import raise_shapes
 from fastattn._args.errors import wrong_shape, wrong_type
 from fastattn._args.types import FLOAT32
-from fastattn._args.values import as_array, integer, number, short
+from fastattn._args.values import as_array, float_array, integer, is_int4, number, short
 
 
 def is_tensor(x: Any) -> bool:
@@ -54,6 +54,9 @@ def require_shapes(names: tuple[str, str, str], *arrays: Any) -> None:
     if k[0] != v[0]:
         raise wrong_shape(names[2], arrays[2], f"{k[0]} in the first axis, as {names[1]} has")
     if not (fits and k[3] == q[3] and q[2] and heads_kv and q[3] and v[3]) or q[2] % heads_kv:
+        for name, x in zip(names, arrays, strict=True):
+            if is_int4(x):  # whose bytes are not a head_dim
+                float_array(name, x)
         raise_shapes(names, (tuple(q), tuple(k), tuple(v)), heads_axis=-2)
 
 

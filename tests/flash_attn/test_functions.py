@@ -9,6 +9,7 @@ from oracle import assert_same_bits, check, expect
 from refused import assert_refused, refused
 
 import fastattn.flash_attn as fa
+from fastattn.layers import KVCache
 
 RNG = np.random.default_rng(1)
 # As in its own tests: lengths of queries and keys that straddle tiles, either longer.
@@ -179,6 +180,7 @@ def test_a_softcap_of_any_zero_is_none():
 
 X = np.ones((2, 5, 4, 8), np.float32)
 TOKENS, BEGINS = X.reshape(10, 4, 8), np.array([0, 4, 10])
+I4 = KVCache(dtype="int4").append(X.repeat(4, -1), X.repeat(4, -1)).k
 VARLEN = "fa.flash_attn_varlen_func(t, t, t, "
 
 
@@ -190,6 +192,7 @@ fa.flash_attn_func(x, x[:, :, :3], x[:, :, :3])
 fa.flash_attn_func(x, x, x[:, :3])
     -> ValueError: flash_attn_func\(\): v has a length of 3, shape \(2, 3, 4, 8\)
 fa.flash_attn_func(x, x[..., :7], x) -> ValueError: ^flash_attn_func\(\): k has a head_dim of 7
+fa.flash_attn_func(x, i, i) -> TypeError: ^flash_attn_func\(\): k has dtype int4; expected float32
 fa.flash_attn_func(x, x.astype(np.float16), x) -> TypeError: ^flash_attn_func\(\): q, k and v have dtypes
 fa.flash_attn_func(x, x[:1].repeat(3, 0), x)
     -> ValueError: ^flash_attn_func\(\): v has shape .*; expected 3 in the first axis, as k has
@@ -231,4 +234,4 @@ fa.flash_attn_varlen_func(t, x, x, b, b, block_table=[[-1, 9], [1, 0]])
     -> ValueError: block_table\[0, 0\] is -1
 """)  # fmt: skip
 def test_errors_name_the_argument(code, error):
-    assert_refused(code, error, fa=fa, x=X, z=X[:, :, None].repeat(2, 2), t=TOKENS, b=BEGINS)
+    assert_refused(code, error, fa=fa, x=X, z=X[:, :, None].repeat(2, 2), t=TOKENS, b=BEGINS, i=I4)
