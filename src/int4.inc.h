@@ -2,7 +2,7 @@
  * 16 bytes for each block, of which byte i has number i in its lower half and number i + 16 in the upper. A number is scale *
  * (its four bits - 8). Rows have been multiplied by a Hadamard matrix (hadamard.inc.h) before they are rounded.
  *
- * Exports   I4_BLOCK, I4_BYTES, i4_codes, i4_scale; load_row_i4, round_row_i4. */
+ * Exports   I4_BLOCK, I4_BYTES, i4_codes, i4_scale; load_block_i4, zero_i4, load_row_i4; round_row_i4. */
 #pragma once
 #include "basics.inc.h"
 
@@ -26,18 +26,30 @@ INLINE lane i4_scale(const char *from)
     return half & 0x8000 ? -x : x;
 }
 
+/* dst (I4_BLOCK) = factor * block b of src, of so many blocks. */
+INLINE void load_block_i4(const char *src, int64_t blocks, int64_t b, lane factor, lane *dst)
+{
+    const v_t scale = v_splat(i4_scale(src + 2 * b) * factor);
+    const char *codes = src + i4_codes(blocks, b);
+    UNROLL_FOR(int i = 0; i < I4_BLOCK / 2; i += LANES)
+        UNROLL_FOR(int upper = 0; upper < 2; upper++)
+            v_store(dst + i + upper * I4_BLOCK / 2, v_scaled_u4(upper, v_load_u8(codes + i), scale));
+}
+
+/* 0; NaN where a scale is. */
+INLINE lane zero_i4(const char *src, int64_t blocks)
+{
+    lane zero = 0;
+    for (int64_t b = 0; b < blocks; b++) zero += i4_scale(src + 2 * b) * 0;
+    return zero;
+}
+
 /* dst (n) = factor * src (n): exact, without a factor. All of it is NaN where a scale is. */
 static void load_row_i4(const char *src, int64_t n, lane factor, lane *dst)
 {
     const int64_t blocks = n / I4_BLOCK;
-    for (int64_t b = 0; b < blocks; b++) factor += i4_scale(src + 2 * b) * 0;
-    for (int64_t b = 0; b < blocks; b++, dst += I4_BLOCK) {
-        const v_t scale = v_splat(i4_scale(src + 2 * b) * factor);
-        const char *codes = src + i4_codes(blocks, b);
-        UNROLL_FOR(int i = 0; i < I4_BLOCK / 2; i += LANES)
-            UNROLL_FOR(int upper = 0; upper < 2; upper++)
-                v_store(dst + i + upper * I4_BLOCK / 2, v_scaled_u4(upper, v_load_u8(codes + i), scale));
-    }
+    factor += zero_i4(src, blocks);
+    for (int64_t b = 0; b < blocks; b++) load_block_i4(src, blocks, b, factor, dst + b * I4_BLOCK);
 }
 
 /* The float16 next to x, of whose magnitude 65520 is too much: as v_store_f16 of simd_narrow.h. */

@@ -74,7 +74,7 @@ typedef struct {
     lane *share, *weight;    /* of byte_softmax */
     lane *by_row;            /* (BLOCK_Q, BLOCK_K): rows of the additive tile, to be transposed */
     lane *k, *v, *clean;     /* (BLOCK_K, head_dim), two (BLOCK_K, head_dim_v): copied keys and values */
-    lane *listed; /* (BLOCK_K, head_dim_v), for products of pairs: values that blocks name, or int8 in bfloat16 */
+    lane *listed; /* (BLOCK_K, head_dim_v), for products of pairs: values that blocks name, or integers in bfloat16 */
     lane *v_odd;  /* by tiles, the values of every other block: those of the last one may be read yet */
     int odd;
     value_product waiting; /* by tiles, the last product of probabilities with values, not yet computed ... */
@@ -190,9 +190,14 @@ static void load_queries(const fa_attention_args *a, const row_block *rows, int 
     const char *q_row[BLOCK_Q] = {NULL};
     char *first = at_row(&a->q, rows, first_row(rows));
     EACH_ROW(rows, r, id) q_row[r] = at_nth_row(&a->q, rows, first, r, id);
-    transpose_rows(a->q.dtype, bf16, q_row, BLOCK_Q, a->head_dim, factor, BLOCK_Q, qt);
-    if (a->hadamard || a->k.dtype == FA_I4) hadamard_columns(a->head_dim, BLOCK_Q, qt);
+    const int turned = a->hadamard || a->k.dtype == FA_I4, pairs = bf16 && !turned;
+    transpose_rows(a->q.dtype, pairs, q_row, BLOCK_Q, a->head_dim, bf16 ? 1 : factor, BLOCK_Q, qt);
+    if (turned) hadamard_columns(a->head_dim, BLOCK_Q, qt);
     if (!bf16) return;
+    for (int64_t i = 0; !pairs && i < a->head_dim / 2 * BLOCK_Q; i += LANES) { /* head_dim is whole blocks of int4 */
+        const lane *x = qt + i / BLOCK_Q * 2 * BLOCK_Q + i % BLOCK_Q;
+        v_store(qt + i, v_pack_bf16(v_load(x), v_load(x + BLOCK_Q)));
+    }
     const int64_t depth = ceil_div(a->head_dim, 2);
     memset(qt + depth * BLOCK_Q, 0, (padded_k(a->head_dim) / 2 - depth) * BLOCK_Q * sizeof(lane));
 }
@@ -348,22 +353,30 @@ INLINE lane power_of(lane x)
     return x < LANE_MIN ? LANE_MIN : x <= LANE_MAX ? x : 1;
 }
 
-/* A row of int8 times `scale` in bfloat16. */
-static void widen_to_bf16(const char *from, int64_t n, lane scale, char *to)
+/* A row of int8 times `scale`, or of int4, in bfloat16. */
+static void widen_to_bf16(fa_dtype dtype, const char *from, int64_t n, lane scale, char *to)
 {
-    for (int64_t d = 0; d < n; d += LANES)
+    const int64_t blocks = dtype == FA_I4 ? n / I4_BLOCK : 0;
+    const lane factor = 1 + zero_i4(from, blocks);
+    for (int64_t b = 0; b < blocks; b++, to += I4_BLOCK * 2) {
+        lane x[I4_BLOCK];
+        load_block_i4(from, blocks, b, factor, x);
+        for (int d = 0; d < I4_BLOCK; d += LANES) v_store_as_part(FA_BF16, to + d * 2, v_load(x + d), LANES);
+    }
+    for (int64_t d = 0; d < n && !blocks; d += LANES)
         v_store_as_part(FA_BF16, to + d * 2, v_load_as_part(FA_I8, from + d, n - d) * v_splat(scale), n - d);
 }
 
-/* Rows [first, first + n) of bfloat16 or, times the powers of their scales, int8 as products of pairs read them: in place; or
- * copied, unless they are `there`, and filled up with 0 to whole steps, where they are int8, something would be read past a
- * row or past the last, or tiles would load them slowly. */
+/* Rows [first, first + n) of bfloat16, of int8 times the powers of their scales, or of int4 as products of pairs read them: in
+ * place; or copied, unless they are `there`, and filled up with 0 to whole steps, where they are integers, something would be
+ * read past a row or past the last, or tiles would load them slowly. */
 INLINE const char *rows_as_pairs(const fa_array *x, const fa_array *scale, const row_block *rows, int64_t first,
                                  int64_t n, int64_t width, int there, lane *copy, int64_t *row_bytes)
 {
     const char *from = at_key(x, rows, first);
     const int64_t padded = padded_k(width), whole = V_AMX ? round_up(n, AMX_KEYS) : n;
-    int copies = padded > width || whole > n || !in_a_row(x, first, n) || x->dtype == FA_I8;
+    const int widens = x->dtype != FA_BF16, scales = x->dtype == FA_I8;
+    int copies = padded > width || whole > n || !in_a_row(x, first, n) || widens;
     copies |= V_AMX ? !is_dense(x, width) : !lies_well(x, width, n);
 #if V_AMX
     copies |= !amx_fit(from, x->row);
@@ -374,7 +387,8 @@ INLINE const char *rows_as_pairs(const fa_array *x, const fa_array *scale, const
     EACH_KEY(x, rows, first, n, j, row)
     {
         char *to = (char *)copy + j * *row_bytes;
-        if (x->dtype == FA_I8) widen_to_bf16(row, width, power_of(scale_of(scale, rows, first + j)), to);
+        const lane factor = scales ? power_of(scale_of(scale, rows, first + j)) : 1;
+        if (widens) widen_to_bf16(x->dtype, row, width, factor, to);
         else memcpy(to, row, width * 2);
         memset(to + width * 2, 0, (padded - width) * 2);
     }
@@ -382,7 +396,7 @@ INLINE const char *rows_as_pairs(const fa_array *x, const fa_array *scale, const
     return (const char *)copy;
 }
 
-/* Values [first, first + n) in bfloat16: key_rows or, of int8, scaled and rounded. */
+/* Values [first, first + n) in bfloat16: key_rows or, of integers, scaled and rounded. */
 INLINE const char *values_in_bf16(const fa_attention_args *a, const row_block *rows, int64_t first, int64_t n,
                                   void *copy, int64_t *row_bytes)
 {
@@ -390,7 +404,10 @@ INLINE const char *values_in_bf16(const fa_attention_args *a, const row_block *r
     if (a->v.dtype == FA_BF16) return key_rows(&a->v, rows, first, n, width, copy, row_bytes);
     *row_bytes = width * 2;
     EACH_KEY(&a->v, rows, first, n, j, from)
-    widen_to_bf16(from, width, scale_of(&a->v_scale, rows, first + j), (char *)copy + j * *row_bytes);
+    {
+        const lane scale = a->v.dtype == FA_I8 ? scale_of(&a->v_scale, rows, first + j) : 1;
+        widen_to_bf16(a->v.dtype, from, width, scale, (char *)copy + j * *row_bytes);
+    }
     return copy;
 }
 

@@ -122,9 +122,9 @@ INLINE vi_t v_table_i8(const int8_t table[16])
 #elif defined V_X86
     return (vi_t)_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table));
 #else
-    vi_t first = {0};
-    memcpy(&first, table, 16);
-    return first;
+    vi_t all = {0};
+    UNROLL_FOR(int i = 0; i < LANES / 4; i++) memcpy((char *)&all + 16 * i, table, 16);
+    return all;
 #endif
 }
 
@@ -244,7 +244,10 @@ INLINE vi_t v_sum_fours(const vi_t r[4])
     return vpaddq_s32(vpaddq_s32(r[0], r[1]), vpaddq_s32(r[2], r[3]));
 #else
     vi_t sum;
-    UNROLL_FOR(int i = 0; i < 4; i++) sum[i] = r[i][0] + r[i][1] + r[i][2] + r[i][3];
+    UNROLL_FOR(int i = 0; i < LANES; i++) {
+        const vi_t x = r[i % 4];
+        sum[i] = x[i / 4 * 4] + x[i / 4 * 4 + 1] + x[i / 4 * 4 + 2] + x[i / 4 * 4 + 3];
+    }
     return sum;
 #endif
 }
@@ -263,8 +266,7 @@ INLINE vi_t v_load_16s(const char *p, int64_t step)
 #undef AT
 #else
     vi_t x;
-    (void)step;
-    memcpy(&x, p, sizeof x);
+    UNROLL_FOR(int i = 0; i < LANES / 4; i++) memcpy((char *)&x + 16 * i, p + i * step, 16);
     return x;
 #endif
 }

@@ -125,6 +125,7 @@ def plan(args: AttentionArgs, backend: str | None) -> dict[str, Any]:
 def _conversions(args: AttentionArgs, plan: dict[str, Any], gathers: str) -> Iterator[str]:
     """Say what is converted or gathered, block by block, while the kernel runs; or rounded before."""
     dotted = plan.get("bf16_dot", False)
+    wide = "bfloat16" if dotted else lane_dtype(args.q.dtype)
     for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
         if plan["int8_products"]:
             if name == "q":
@@ -132,12 +133,11 @@ def _conversions(args: AttentionArgs, plan: dict[str, Any], gathers: str) -> Ite
             elif x.itemsize > 1:
                 yield f"{name} rounded, {x.size / 2**20:.3g} MB: {x.dtype} to int8"
         elif x.dtype == INT4 and plan["kernel"] != "few_rows":
-            yield f"{name} widened, block by block: int4 to {lane_dtype(args.q.dtype)}"
+            yield f"{name} widened, block by block: int4 to {wide}"
         elif args.k.dtype == INT4 and plan["kernel"] == "few_rows":
             if name == "q":
                 yield f"q rounded, 32 numbers at a time: {x.dtype} to int8"
         elif x.itemsize == 1:
-            wide = "bfloat16" if dotted else lane_dtype(args.q.dtype)
             yield f"{name} widened and scaled, block by block: int8 to {wide}"
         elif x.itemsize == 2 and not dotted:
             yield f"{name} widened, block by block: {x.dtype} to float32"

@@ -253,9 +253,12 @@ def test_explain_says_what_is_rounded():
         shown = fastattn.explain(q, **blocks)
         assert shown["kernel"] == "few_rows"
         assert shown["conversions"] == ("q rounded, 32 numbers at a time: float32 to int8",)
-    q, blocks, _, _ = inputs(PREFILL, "float32")
-    names = fastattn.explain(q, **blocks)["conversions"]
-    assert names == tuple(f"{x} widened, block by block: int4 to float32" for x in "kv")
+    for dtype in ("float32", "bfloat16"):
+        q, blocks, _, _ = inputs(PREFILL, dtype)
+        shown = fastattn.explain(q, **blocks)
+        wide = "bfloat16" if shown.get("bf16_dot") else "float32"
+        assert {f"{x} widened, block by block: int4 to {wide}" for x in "kv"} <= set(shown["conversions"])
+        assert wide == "float32" or dtype == "bfloat16"
 
 
 def test_other_functions_that_take_them(implementation):
