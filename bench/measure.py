@@ -104,7 +104,8 @@ def int8(dtype: str) -> None:
         (8, 8, 2048, 2048, 128),
         (96, 96, 128, 128, 64),
     )
-    print("heads, heads_kv, len_q, len_k, head_dim: ms in float32, bfloat16, of a cache in int8;")
+    print(f"queries of caches in {dtype}; heads, heads_kv, len_q, len_k, head_dim:")
+    print("ms in float32, bfloat16, of a cache in int8;")
     print("products of int8: of the cache, of float32, of bfloat16; bfloat16 / products of the cache")
     for heads, heads_kv, len_q, len_k, d in (*one_row, *square):
         shapes = (1, heads, len_q, d), *[(1, heads_kv, len_k, d)] * 2

@@ -149,7 +149,7 @@ INLINE int takes_pairs(const fa_attention_args *a)
     return V_BF16_DOT && a->q.dtype == FA_BF16 && a->k.dtype == FA_BF16;
 }
 
-/* Whether products of the tile kernel are: of int8, too, whose integers bfloat16 holds exactly, and of int4. */
+/* Whether products of the tile kernel are: of int8, too, whose integers bfloat16 holds exactly, and of int4, rounded. */
 INLINE int tile_takes_pairs(const fa_attention_args *a)
 {
     return takes_pairs(a) || (V_BF16_DOT && a->q.dtype == FA_BF16 && (a->k.dtype == FA_I8 || a->k.dtype == FA_I4));

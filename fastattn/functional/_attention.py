@@ -212,11 +212,12 @@ def attention(
     the values. Softcap, biases, ALiBi and masks keep this bound; a sink counts as a value of 0.
 
     Keys and values of a cache in int4 are widened in blocks of 64, too: the result has the error of float32
-    on what they stand for, or for bfloat16 queries, where the CPU has dot products of bfloat16, that of
-    bfloat16. Up to 8 query rows of a key head against more keys are an exception, but for float64 and the
-    NumPy backend: each 32 elements of a query times the Hadamard matrix are rounded to int8, by up to 1/254
-    of their largest magnitude, and each probability times a scale to 16 bits, by up to 1/65,534 of the
-    largest of 64 keys.
+    on what they stand for. For bfloat16 queries, where the CPU has dot products of bfloat16, it has that of
+    bfloat16: keys, and queries times the Hadamard matrix, are rounded, which changes scores and lse by about
+    ``abs(scale) * norm(q) * norm(k) / 256`` at most. Up to 8 query rows of a key head against more keys are
+    another exception, but for float64 and the NumPy backend: each 32 elements of a query times the Hadamard
+    matrix are rounded to int8, by up to 1/254 of their largest magnitude, and each probability times a scale
+    to 16 bits, by up to 1/65,534 of the largest of 64 keys.
 
     With ``products="int8"``, each query is rounded as well, by up to ``abs(q).max() / 254``. Each probability
     times its v_scale is rounded by up to 1/510 (1/254 on Arm) of the largest probability times the largest

@@ -187,8 +187,9 @@ def test_a_query_that_is_not_finite_gives_nan_alone(shape, implementation):
 
 
 @every_shape
-def test_layouts_pages_and_threads_change_no_bits(shape, implementation):
-    q, blocks, _, _ = inputs(shape, "float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layouts_pages_and_threads_change_no_bits(dtype, shape, implementation):
+    q, blocks, _, _ = inputs(shape, dtype)
     expected = fastattn.attention(q, **blocks, num_threads=1)
     assert_same_bits(fastattn.attention(q, **blocks, num_threads=3), expected)
     apart = {name: np.concatenate((x, x), axis=-1)[..., : x.shape[-1]] for name, x in blocks.items()}
@@ -261,35 +262,44 @@ def test_explain_says_what_is_rounded():
         assert wide == "float32" or dtype == "bfloat16"
 
 
-def test_other_functions_that_take_them(implementation):
-    q, blocks, k, v = inputs(PREFILL, "float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_functions_that_take_them(dtype, implementation):
+    q, blocks, k, v = inputs(PREFILL, dtype)
+    wide, exact = q.astype(np.float32), dtype == "float32"
+
+    def near(got, expected, error, most=1.0):
+        bound = error if exact else 2e-2 * most  # queries, keys and values in bfloat16, or results alone
+        np.testing.assert_allclose(got.astype(np.float32), expected, rtol=0, atol=bound)
+
     for options in ({"causal": True}, {}):
-        np.testing.assert_allclose(fastattn.attention_weights(q, blocks["k"], **options),
-                                   fastattn.attention_weights(q, k, **options), atol=1e-5)  # fmt: skip
-        np.testing.assert_allclose(functional.sigmoid_attention(q, **blocks, **options),
-                                   functional.sigmoid_attention(q, k, v, **options), atol=1e-4)  # fmt: skip
+        near(fastattn.attention_weights(q, blocks["k"], **options),
+             fastattn.attention_weights(wide, k, **options), 1e-5)  # fmt: skip
+        expected = functional.sigmoid_attention(wide, k, v, **options)
+        near(functional.sigmoid_attention(q, **blocks, **options), expected, 1e-4, np.abs(expected).max())
     chosen = np.random.default_rng(5).integers(-1, PREFILL.len_k, (2, 1, PREFILL.len_q, 20))
     got = functional.selected_attention(q, **blocks, selected=chosen)
-    near = (
-        q if implementation == "numpy" else as_rounded(q).astype(np.float32)
-    )  # of few keys it rounds queries
-    expected = functional.selected_attention(near, k, v, chosen)
-    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-3 * np.abs(v).max())
+    of_few = wide if implementation == "numpy" else as_rounded(q).astype(np.float32)  # it rounds queries
+    largest = np.abs(v).max()
+    near(got, functional.selected_attention(of_few, k, v, chosen), 2e-3 * largest, largest)
     ragged = {name: x[0].swapaxes(0, 1) for name, x in {"q": q, **blocks}.items()}
     begins = {"cu_seqlens_q": [0, 20, 45], "cu_seqlens_k": [0, 150, 200]}
     whole = {name: x[0].swapaxes(0, 1) for name, x in {"q": q, "k": k, "v": v}.items()}
+    whole["q"] = whole["q"].astype(np.float32)
     got, expected = (fastattn.varlen_attention(**x, **begins, causal=True) for x in (ragged, whole))
-    np.testing.assert_allclose(got, expected, atol=1e-5)
+    near(got, expected, 1e-5, largest)
 
 
-def test_statistics(implementation):
-    q, blocks, k, v = inputs(PREFILL, "float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_statistics(dtype, implementation):
+    q, blocks, k, v = inputs(PREFILL, dtype)
     stats = ("row_max", "entropy", "top_k:3", "key_sums", "mean_weights")
     _, got = fastattn.attention(q, **blocks, stats=stats)
-    _, expected = fastattn.attention(q, k, v, stats=stats)
+    _, expected = fastattn.attention(q.astype(np.float32), k, v, stats=stats)
     for name in ("row_max", "entropy", "key_sums", "mean_weights"):
-        np.testing.assert_allclose(got[name], expected[name], atol=1e-4)
-    np.testing.assert_array_equal(got["top_k"][1], expected["top_k"][1])
+        bound = 1e-4 if dtype == "float32" else 2e-2 * max(1, np.abs(expected[name]).max())
+        np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=bound)
+    if dtype == "float32":
+        np.testing.assert_array_equal(got["top_k"][1], expected["top_k"][1])
 
 
 @pytest.mark.parametrize("dtype", ["int4", ml_dtypes.int4])
