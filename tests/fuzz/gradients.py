@@ -96,7 +96,8 @@ def like(a):
     sources = [a.get(name[1:]) for name in a["need"] or ()]
     if not sources or not all(isinstance(x, (np.ndarray, memoryview)) for x in sources):
         return None
-    return [Like(np.shape(x), native(x), finite=False) for x in sources]
+    dtypes = [np.dtype(float) if native(x).kind in "iu" else native(x) for x in sources]  # a scale of 1
+    return [Like(np.shape(x), dtype, finite=False) for x, dtype in zip(sources, dtypes, strict=True)]
 
 
 def is_narrow(x):

@@ -81,7 +81,7 @@ def kept(arguments, inside):
 
 def any_message(error):
     """Whether it is what Python or NumPy say of a value, warnings among them."""
-    known = TypeError, ValueError, LookupError, AttributeError, OverflowError, RuntimeWarning
+    known = TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeWarning
     return isinstance(error, known)
 
 
