@@ -55,8 +55,11 @@ def model(d):
     def result(a):  # what stands where a token does not count has no meaning
         return [Like((*np.atleast_2d(a[name]).shape, features), it.dtype, a.get("attention_mask") is None)]
 
-    compare = "attention_mask" not in arguments
-    return Call(it, arguments, result, (it.model_type,), 30.0 if compare else np.inf)
+    tolerance = 100.0 if it.activations else 30.0  # near ties of int8 may go either way
+    narrow = it.weights_dtype != it.dtype or it.dtype not in ("float32", "float64")
+    chooses = narrow and any("expert" in each for each in it.state_dict())  # as the CPU rounds to 16 bits
+    compare = "attention_mask" not in arguments and not chooses
+    return Call(it, arguments, result, (it.model_type,), tolerance if compare else np.inf)
 
 
 RECIPES += [model] * 2
