@@ -59,7 +59,12 @@ def matchers(grammar: Any, text: Text, vocab_size: int, ends: Sequence[int], cou
 @lru_cache(maxsize=4)
 def _tokenizer(tokenizer: Any, vocab_size: int, ends: tuple[int, ...]) -> Any:
     """A `tokenizers.Tokenizer`, which equals none but itself, as llguidance has it."""
-    return _library("llguidance").LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(ends))
+    kind = _library("llguidance").LLTokenizer
+    try:
+        return kind(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(ends))
+    except ValueError as error:
+        came = f"grammar is given, and llguidance does not read the model's tokenizer: {error}"
+        raise ValueError(f"(): {came}; expected one with a byte-level or byte-fallback decoder") from None
 
 
 def _library(name: str) -> Any:

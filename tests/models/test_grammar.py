@@ -7,6 +7,8 @@ import weakref
 
 import numpy as np
 import pytest
+import tiny_models
+from tiny_tokenizers import write_tokenizer
 
 from fastattn import models
 from fastattn.models import _grammar
@@ -126,6 +128,15 @@ def test_something_must_end_an_answer(model):
         ValueError, match=r"^generate\(\): grammar is given, and stop has no id; expected one"
     ):
         model.generate("Once", 5, grammar=PERSON, stop=())
+
+
+def test_a_tokenizer_that_the_library_cannot_read(tmp_path):
+    tiny_models.write(tmp_path, "llama")
+    write_tokenizer(tmp_path)  # without a decoder
+    with pytest.raises(
+        ValueError, match=r"^generate\(\): grammar is given, .* tokenizer: .*; expected one with"
+    ):
+        models.load(tmp_path).generate([1, 2], 5, grammar=PERSON, stop=3)
 
 
 def test_without_the_package(model, monkeypatch):
