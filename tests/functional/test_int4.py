@@ -345,7 +345,7 @@ def test_a_cache_in_pages(implementation):
     "options", [{}, {"window": (4, 0)}, {"add_zero_attn": True}, {"num_kv_heads": 1}], ids=str
 )
 def test_a_layer_with_a_cache(options, implementation):
-    """Its results and weights are near those of a cache that is not rounded, for sequences of any lengths."""
+    """Results and weights stay close to an exact cache's, for sequences of different lengths."""
     layer = randomized(MultiHeadAttention(64, 2, rope=Rope(rope_frequencies(32)), **options))
     x = np.random.default_rng(9).standard_normal((3, 9, 64)).astype(np.float32)
     out, weights = errors_of_cache(layer, x, "int4")

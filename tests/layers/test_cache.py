@@ -186,7 +186,7 @@ def test_without_memory_for_more_tokens_nothing_is_lost(monkeypatch):
     "options", [{}, {"rope": CROSS["rope"]["rope"]}, {"window": (4, 0)}, {"add_zero_attn": True}], ids=str
 )
 def test_a_cache_in_int8(options, implementation):
-    """Its results and weights are near those of a cache that is not rounded, for sequences of any lengths."""
+    """Results and weights stay close to an exact cache's, for sequences of different lengths."""
     out, weights = errors_of_cache(attention_layer(options), X, "int8")
     assert 1e-4 < out < 0.02
     assert 1e-6 < weights < 0.02
