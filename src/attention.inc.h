@@ -19,7 +19,7 @@
  *
  * Exports   product_scores, product_values; tile_begin, tile_attend, tile_end, tile_finish. */
 #pragma once
-#include "operands.inc.h"
+#include "key_blocks.inc.h"
 #include "sigmoid.inc.h"
 
 /* Finds the block's values that are not finite, and makes a copy without them, if there are any. */
